@@ -328,7 +328,8 @@ class JsonStream:
     """
 
     decode = staticmethod(json.JSONDecoder(parse_constant=refuse_constant).raw_decode)
-    space = re.compile(r"[ \t\n\r]*")
+    space = re.compile(r"[ \t\n\r]*").match
+    comma: Any = re.compile(r"[ \t\n\r]*,[ \t\n\r]*").match
 
     def __init__(self, pieces: Iterable[str]):
         self.pieces = iter(pieces)
@@ -353,7 +354,7 @@ class JsonStream:
     def peek(self) -> str:
         """The next character that is not white space, "" at the end."""
         while True:
-            if found := self.space.match(self.text, self.at):
+            if found := self.space(self.text, self.at):
                 self.at = found.end()
             if self.at < len(self.text):
                 return self.text[self.at]
@@ -402,6 +403,22 @@ class JsonStream:
         going = self.steps_into("[", "]")
         while going:
             yield
+            going = self.take(",]") == ","
+
+    def values(self) -> Iterator[Any]:
+        """The elements of an array, decoded; `array` and `value` in one, and faster."""
+        going = self.steps_into("[", "]")
+        while going:
+            self.peek()
+            text, decode, comma = self.text, self.decode, self.comma
+            try:  # elements that are in the buffer together with the comma behind them
+                while True:
+                    value, end = decode(text, self.at)
+                    self.at = comma(text, end).end()
+                    yield value
+            except (ValueError, AttributeError, RecursionError):
+                pass
+            yield self.value()  # the last element, one that goes on beyond the buffer, or BadJson
             going = self.take(",]") == ","
 
     def object(self) -> Iterator[str]:
@@ -784,8 +801,7 @@ Marker = dict[str, Any]
 
 def each_marker(stream: JsonStream) -> Iterator[Marker]:
     """The markers of a plain list."""
-    for _ in stream.array():
-        marker = stream.value()
+    for marker in stream.values():
         if type(marker) is not dict:
             raise BadJson("a marker that is not an object")
         yield marker

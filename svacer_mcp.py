@@ -385,7 +385,8 @@ class JsonStream:
             except RecursionError:
                 raise BadJson("it is nested too deeply") from None
             else:
-                if end < len(self.text) or not self.more():  # else a number may go on
+                # A number may go on beyond the buffer, and "1.", "1e+" do.
+                if self.text[end:end + 1] not in ("", ".", "e", "E") or not self.more():
                     self.at = end
                     return value
 
@@ -585,7 +586,8 @@ class Call:
         `query` is sent without what is None or False; `filters` is encoded as Svacer wants it.
         """
         if query.get("filters"):
-            query["filters"] = base64.b64encode(json.dumps(query["filters"]).encode())
+            text = json.dumps(query["filters"], ensure_ascii=False)
+            query["filters"] = base64.b64encode(text.encode())
         sent = {key: "true" if value is True else value for key, value in query.items()
                 if value not in (None, {}) and value is not False}
         target = f"{path}?{urlencode(sent, quote_via=quote, safe='')}" if sent else path
@@ -1501,7 +1503,7 @@ TOOLS = {
          Param("level", "count", "0 statistics, 1 ids too, 2 markers. Default: 0.", 0,
                allowed=(0, 1, 2)),
          CHECKER_INFO, limit("Most markers per category, 0 = all. Default: 20."), FIELDS,
-         Param("categories", "list", "Default: all.", allowed=CATEGORIES),
+         Param("categories", "list", "Lists of markers. Default: all.", allowed=CATEGORIES),
          *NAMING)),
     "get_advanced_file_preview": Tool(
         get_advanced_file_preview, "Show source code", "Lines of a source file in a snapshot.",

@@ -754,17 +754,18 @@ def texts(response: Any) -> Iterator[str]:
 
 
 def decoded(response: Any, read: Callable[[JsonStream], T], what: str) -> T:
-    """What `read` makes of a response's JSON; no body at all counts as null."""
+    """What `read` makes of a response's JSON; an empty body counts as null."""
+    endless = response.length is None and not response.chunked  # it ends with its connection
     try:
         stream = JsonStream(texts(response))
-        if not stream.peek():
+        if not stream.peek() and not endless:
             stream = JsonStream(["null"])
         result = read(stream)
         stream.finish()
         return result
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        if isinstance(error, Unfinished) and response.length is None and not response.chunked:
-            raise Cut from None  # a body of unknown length ends with its connection
+        if isinstance(error, Unfinished) and endless:
+            raise Cut from None
         reason = str(error) if isinstance(error, BadJson) else "a value of another kind"
         kind = shorten(response.headers.get("Content-Type") or "no Content-Type", 40)
         raise ToolFailure("bad_response", f"{what}: not the JSON expected ({kind}): {reason}",

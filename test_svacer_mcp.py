@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Tests of svacer_mcp, with a strict fake Svacer server on a real socket and its demo data.
 
-Run with pytest. As a script, `test_svacer_mcp.py serve` keeps the fake server up on a port.
+Run with pytest. As a script, `test_svacer_mcp.py demo` plays the documentation's scenarios, `serve`
+keeps the fake server up on a port, `bench` measures.
 """
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ import ssl
 import struct
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import urllib.error
@@ -2289,6 +2291,39 @@ def serve(args: argparse.Namespace) -> int:
     return 0
 
 
+def brief(value: Any) -> Any:
+    """The value with long lists, mappings and texts cut, for people to read."""
+    if isinstance(value, dict):
+        items = [(key, brief(item)) for key, item in value.items()]
+        return dict(items[:9] + [("…", f"{len(items) - 9} more")] * (len(items) > 9))
+    if isinstance(value, list):
+        return [*map(brief, value[:2]), *[f"… {len(value) - 2} more"] * (len(value) > 2)]
+    return value[:90] + "…" if isinstance(value, str) and len(value) > 90 else value
+
+
+async def play(env: Mapping[str, str]) -> None:
+    async with stdio_client(env) as client:
+        async def call(tool: str, **args: Any) -> Any:
+            answer = await client.call(tool, **args)
+            told = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}"
+                             for name, value in args.items())
+            print(f"\n  {tool}({told})")
+            print(textwrap.indent(json.dumps(brief(answer), ensure_ascii=False, indent=1), "    "))
+            return answer
+
+        for scenario in SCENARIOS:
+            print(f"\n=== {scenario.__doc__}")
+            await scenario(call)
+    print(f"\n{len(SCENARIOS)} scenarios came out as documented.")
+
+
+def demonstrate(args: argparse.Namespace) -> int:
+    with FakeSvacer() as fake:
+        print(f"A fake Svacer at {fake.url}, and svacer_mcp.py as a client starts it, over stdio.")
+        anyio.run(play, environment(fake))
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Things to try by hand; the tests need pytest.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -2301,7 +2336,12 @@ def main(argv: list[str] | None = None) -> int:
                          help="add project many: N snapshots of 300 markers")
     serving.set_defaults(run=serve)
 
+    demonstration = commands.add_parser("demo", help="play the documentation's scenarios")
+    demonstration.set_defaults(run=demonstrate)
+
     args = parser.parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8")
     return int(args.run(args))
 
 

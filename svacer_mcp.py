@@ -57,8 +57,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
-import anyio
-import anyio.to_thread
+try:
+    import anyio
+    import anyio.to_thread
+except ModuleNotFoundError:
+    raise SystemExit("svacer_mcp needs the Python package mcp: pip install 'mcp>=1.30'") from None
 
 VERSION = "1.0.0"
 DEMO_URL = "https://svacer-demo.ispras.ru"
@@ -124,7 +127,7 @@ UNSAFE = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud80
 
 def encode(value: Any) -> str:
     """Compact JSON; non-ASCII stays as it is, except for what could mislead a reader."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
@@ -440,7 +443,8 @@ class JsonStream:
 # ---- Svacer's REST API ---------------------------------------------------------------------------
 
 LATER = "Call again later."
-# HTTP status: code, whether the call can succeed later, whether a GET is repeated, advice
+# HTTP status, or its first digit for all others: code, whether the call can succeed later, whether
+# a GET is repeated, advice
 ANSWERS = {
     401: ("unauthorized", False, False, "Check SVACER_LOGIN and SVACER_PASSWORD."),
     403: ("forbidden", False, False, "Ask for access in Svacer, or change SVACER_LOGIN."),
@@ -450,9 +454,6 @@ ANSWERS = {
     502: ("unavailable", True, True, LATER),
     503: ("unavailable", True, True, LATER),
     504: ("unavailable", True, True, "Call again later, with narrower filters."),
-}
-# The same for all other statuses, by their first digit.
-OTHERS = {
     3: ("bad_response", False, False, "Set SVACER_URL to the address that Svacer redirects to."),
     4: ("invalid_argument", False, False, "Change the argument that Svacer complains of."),
     5: ("unavailable", True, False, "Call again later; if it stays, look into Svacer's log."),
@@ -656,7 +657,7 @@ class Call:
                     url = self.redirected(method, url, place, what, error.code)
             except (OSError, http.client.HTTPException, Cut) as error:
                 raise self.lost(what, error) from None
-        raise ToolFailure("bad_response", f"{what}: Svacer redirects in a loop", OTHERS[3][3])
+        raise ToolFailure("bad_response", f"{what}: Svacer redirects in a loop", ANSWERS[3][3])
 
     def redirected(self, method: str, url: str, place: str, what: str, status: int) -> str:
         """Where a redirect leads; only a GET follows it, and only within the origin."""
@@ -668,11 +669,11 @@ class Call:
         except ValueError:
             shown = "an address that makes no sense"
         raise ToolFailure("bad_response", f"{what}: a redirect to {shown} was not followed",
-                          OTHERS[3][3], status=status)
+                          ANSWERS[3][3], status=status)
 
     def refused(self, what: str, error: urllib.error.HTTPError, jwt: str) -> ToolFailure:
         """A status other than success, with Svacer's own words where they are fit to show."""
-        code, retry, again, advice = ANSWERS.get(error.code) or OTHERS[error.code // 100]
+        code, retry, again, advice = ANSWERS.get(error.code) or ANSWERS[error.code // 100]
         said = ""
         with suppress(OSError, http.client.HTTPException, Cut, BadJson):
             said = shorten(self.scrub(words(next(texts(error), "")), jwt), 300)
@@ -1612,6 +1613,8 @@ def make_server(svacer: Svacer) -> tuple[Any, Callable[[], Any]]:
         second_line = True
     except ModuleNotFoundError:
         FastMCP = importlib.import_module("mcp.server.fastmcp").FastMCP
+        own = importlib.import_module("mcp.server.fastmcp.server").Settings
+        own.model_config["env_file"] = None  # else it looks for its settings in .env, too
         second_line = False
 
     class Server(FastMCP):  # type: ignore[misc]  # another class in each line

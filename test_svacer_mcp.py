@@ -2208,6 +2208,8 @@ async def test_the_env_file_beside_the_script_is_found_from_anywhere(
     done = subprocess.run([sys.executable, tmp_path / "svacer_mcp.py", "--call", "get_projects"],
                           env=env, cwd=tmp_path / "here", capture_output=True, timeout=60)
     assert json.loads(done.stdout)["error"]["allowed"] == ["get_diff"] and done.returncode == 1
+    async with stdio_client(environment(fake), cwd=tmp_path / "here") as client:
+        assert [tool.name for tool in (await client.session.list_tools()).tools] == ["get_diff"]
 
 
 def command(fake: FakeSvacer | str, *options: str, **settings: object) -> tuple[int, str, str]:

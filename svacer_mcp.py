@@ -350,8 +350,8 @@ class JsonStream:
             size += len(piece)
             if size > len(waiting):
                 break
-        self.text, self.at = "".join(parts), 0
-        self.read += size
+        if size:
+            self.text, self.at, self.read = "".join(parts), 0, self.read + size
         return size > 0
 
     def peek(self) -> str:
@@ -428,8 +428,8 @@ class JsonStream:
     def object(self) -> Iterator[str]:
         going = self.steps_into("{", "}")
         while going:
-            if self.peek() != '"':
-                raise BadJson("a key is missing")
+            self.take('"')
+            self.at -= 1  # the key starts with the quote
             key = self.value()
             self.take(":")
             yield key
@@ -443,8 +443,8 @@ class JsonStream:
 # ---- Svacer's REST API ---------------------------------------------------------------------------
 
 LATER = "Call again later."
-# HTTP status, or its first digit for all others: code, whether the call can succeed later, whether
-# a GET is repeated, advice
+# HTTP status, or the first digit of others: code, whether the call can succeed later, whether a GET
+# is repeated, advice. Odd statuses count as redirects.
 ANSWERS = {
     401: ("unauthorized", False, False, "Check SVACER_LOGIN and SVACER_PASSWORD."),
     403: ("forbidden", False, False, "Ask for access in Svacer, or change SVACER_LOGIN."),
@@ -454,7 +454,7 @@ ANSWERS = {
     502: ("unavailable", True, True, LATER),
     503: ("unavailable", True, True, LATER),
     504: ("unavailable", True, True, "Call again later, with narrower filters."),
-    3: ("bad_response", False, False, "Set SVACER_URL to the address that Svacer redirects to."),
+    3: ("bad_response", False, False, "Set SVACER_URL to the address where Svacer itself answers."),
     4: ("invalid_argument", False, False, "Change the argument that Svacer complains of."),
     5: ("unavailable", True, False, "Call again later; if it stays, look into Svacer's log."),
 }
@@ -673,7 +673,8 @@ class Call:
 
     def refused(self, what: str, error: urllib.error.HTTPError, jwt: str) -> ToolFailure:
         """A status other than success, with Svacer's own words where they are fit to show."""
-        code, retry, again, advice = ANSWERS.get(error.code) or ANSWERS[error.code // 100]
+        known = (key for key in (error.code, error.code // 100, 3) if key in ANSWERS)
+        code, retry, again, advice = ANSWERS[next(known)]
         said = ""
         with suppress(OSError, http.client.HTTPException, Cut, BadJson):
             said = shorten(self.scrub(words(next(texts(error), "")), jwt), 300)

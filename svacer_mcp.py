@@ -31,6 +31,7 @@ import gzip
 import hmac
 import http.client
 import importlib
+import ipaddress
 import json
 import logging
 import math
@@ -183,6 +184,13 @@ def origin_of(url: str) -> str:
     parts = urlsplit(url)
     number = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
     return f"{parts.scheme}://{parts.hostname}:{number}"
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def origins(text: str) -> tuple[str, ...]:
@@ -348,7 +356,7 @@ class JsonStream:
         for piece in self.pieces:
             parts.append(piece)
             size += len(piece)
-            if size > len(waiting):
+            if size > len(waiting) or size + len(waiting) > LARGEST_VALUE:
                 break
         if size:
             self.text, self.at, self.read = "".join(parts), 0, self.read + size
@@ -449,7 +457,7 @@ ANSWERS = {
     401: ("unauthorized", False, False, "Check SVACER_LOGIN and SVACER_PASSWORD."),
     403: ("forbidden", False, False, "Ask for access in Svacer, or change SVACER_LOGIN."),
     404: ("not_found", False, False, "Take ids from get_projects and get_snapshots, paths from "
-                                     "get_markers, groups from Svacer's web interface."),
+                                     "get_markers; if get_projects fails too, check SVACER_URL."),
     429: ("rate_limited", True, True, "Wait a minute, then call again."),
     502: ("unavailable", True, True, LATER),
     503: ("unavailable", True, True, LATER),
@@ -491,8 +499,7 @@ class Svacer:
         self.refused_until = 0.0
         self.counts_lock = threading.Lock()
         self.counts: OrderedDict[str, int] = OrderedDict()  # snapshot id: number of its markers
-        host = urlsplit(settings.url).hostname or ""
-        local = host in ("localhost", "::1") or re.fullmatch(r"127(\.\d+){3}", host)
+        local = is_loopback(urlsplit(settings.url).hostname or "")
         self.proxies = {} if local else urllib.request.getproxies()
 
     @functools.cached_property
@@ -521,8 +528,11 @@ class Svacer:
                 try:
                     self.jwt = call.log_in()
                 except ToolFailure as failure:
+                    failure.again = False  # a login is never sent twice for one request
                     if failure.code in ("unauthorized", "forbidden"):
                         self.refusal, self.refused_until = failure, now + REFUSED_FOR
+                    elif failure.code in ("invalid_argument", "not_found"):
+                        failure.advice = "Check SVACER_URL, SVACER_AUTH_TYPE, SVACER_LDAP_SERVER."
                     raise
                 life = lifetime(self.jwt)
                 self.renew_at = time.monotonic() + life - min(30, life / 10)
@@ -1213,6 +1223,11 @@ def unknown_argument(name: str, known: Iterable[str]) -> ToolFailure:
 Args = Mapping[str, Any]  # a value for each parameter of the tool
 
 
+def usable_id(value: Any) -> str:
+    """An id from Svacer, which has to be fit to be sent back to it."""
+    return str(value).encode().decode()
+
+
 def projects(call: Call) -> list[dict[str, Any]]:
     """All projects with their branches, as get_projects shows them."""
 
@@ -1224,11 +1239,11 @@ def projects(call: Call) -> list[dict[str, Any]]:
     def read(stream: JsonStream) -> list[dict[str, Any]]:
         rows = (stream.value() for _ in stream.array())
         return [{
-            "project_id": row["project"]["id"],
+            "project_id": usable_id(row["project"]["id"]),
             "project_name": row["project"].get("name"),
             "created": row["project"].get("time"),
             "created_by": person(row["project"].get("created_by")),
-            "branches": [{"branch_id": branch["id"], "branch_name": branch.get("name"),
+            "branches": [{"branch_id": usable_id(branch["id"]), "branch_name": branch.get("name"),
                           "created": branch.get("time")} for branch in row.get("branches") or []],
         } for row in rows]
 
@@ -1244,7 +1259,7 @@ def snapshots(call: Call, project: str, branch: str, name: str = "") -> list[dic
     def read(stream: JsonStream) -> dict[str, dict[str, Any]]:
         wrappers = (stream.value() for _ in stream.array())
         return {row["id"]: {
-            "snapshot_id": row["id"],
+            "snapshot_id": usable_id(row["id"]),
             "name": row.get("name"),
             "import_time": row.get("import_time"),
             "commit_hash": commit_hash(row.get("details"), str(row.get("name"))),
@@ -1419,7 +1434,10 @@ def get_advanced_file_preview(call: Call, args: Args) -> str:
 
     def read(stream: JsonStream) -> dict[str, Any]:
         answer = stream.value()
-        return {"line": answer.get("line"), "content": answer["content"] or "",
+        content = answer["content"] or ""
+        if not isinstance(content, str):
+            raise BadJson("content that is not a string")
+        return {"line": answer.get("line"), "content": content,
                 "total_lines": answer.get("total_lines"), "start_line": max(1, line - before)}
 
     result = call.get(
@@ -1679,7 +1697,7 @@ def guard(app: Any, settings: Settings) -> Any:
     def foreign(origin: bytes) -> bool:
         with suppress(ValueError):
             host, full = urlsplit(origin.decode("latin-1")).hostname, origin.decode("latin-1")
-            return host not in ("localhost", "127.0.0.1", "::1") and origin_of(full) not in known
+            return not is_loopback(host or "") and origin_of(full) not in known
         return True
 
     def refusal(method: str, path: str, headers: Mapping[bytes, bytes]) -> Any:

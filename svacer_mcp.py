@@ -1661,9 +1661,7 @@ def make_server(svacer: Svacer) -> tuple[Any, Callable[[], Any]]:
 
 
 def serve_stdio(svacer: Svacer) -> int:
-    """Serves until the client closes stdin; Ctrl+C and SIGTERM end the process at once."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: os._exit(128 + number))
+    """Serves until the client closes stdin."""
     server, _ = make_server(svacer)
     if sys.stdin.isatty():
         print("svacer_mcp waits for an MCP client on standard input. Ctrl+C ends it; to try the "
@@ -1797,6 +1795,13 @@ def check(svacer: Svacer) -> int:
         return 1
 
 
+def as_utf8(text: str) -> str:
+    """A text of the environment or the command line, whatever the locale has made of it."""
+    with suppress(UnicodeError):
+        return os.fsencode(text).decode()
+    return text
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status, or ends the process when it has served."""
     table = "\n".join(
@@ -1815,8 +1820,11 @@ The variables can also be lines of the file .env here or beside svacer_mcp.py.""
     parser.add_argument("--env-file", metavar="PATH", help="read this file in place of .env")
     parser.add_argument("--version", action="version", version=f"svacer_mcp {VERSION}")
     options = parser.parse_args(argv)
+    for signaled in (signal.SIGINT, signal.SIGTERM):  # end it at once, without a traceback
+        signal.signal(signaled, lambda number, frame: os._exit(128 + number))
+    environ = {name: as_utf8(value) for name, value in os.environ.items()}
     try:
-        settings = load_settings(os.environ, options.env_file)
+        settings = load_settings(environ, options.env_file)
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2
@@ -1827,7 +1835,7 @@ The variables can also be lines of the file .env here or beside svacer_mcp.py.""
     if options.check or options.call:
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # a TextIOWrapper
         return check(svacer) if options.check else call_once(
-            svacer, options.call[0], " ".join(options.call[1:]) or "{}")
+            svacer, options.call[0], as_utf8(" ".join(options.call[1:]) or "{}"))
     status = serve_http(svacer) if settings.transport == "http" else serve_stdio(svacer)
     os._exit(status)  # at once, whatever a worker thread still waits for
 

@@ -56,7 +56,7 @@ from datetime import datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote, urlencode, urljoin, urlsplit
+from urllib.parse import quote, quote_plus, urlencode, urljoin, urlsplit
 
 try:
     import anyio
@@ -532,7 +532,8 @@ class Svacer:
                     if failure.code in ("unauthorized", "forbidden"):
                         self.refusal, self.refused_until = failure, now + REFUSED_FOR
                     elif failure.code in ("invalid_argument", "not_found"):
-                        failure.advice = "Check SVACER_URL, SVACER_AUTH_TYPE, SVACER_LDAP_SERVER."
+                        failure.advice = ("Check SVACER_URL, SVACER_LOGIN, SVACER_AUTH_TYPE and "
+                                          "SVACER_LDAP_SERVER.")
                     raise
                 life = lifetime(self.jwt)
                 self.renew_at = time.monotonic() + life - min(30, life / 10)
@@ -569,6 +570,7 @@ class Call:
         self.ends = time.monotonic() + svacer.settings.call_timeout
         self.aborted = threading.Event()
         self.sockets: list[socket.socket] = []
+        self.jwt = ""  # the last one that was sent
         self.progress: Callable[[], tuple[float, float | None, str]] | None = None
         self.opener = urllib.request.OpenerDirector()  # without urllib's handler of redirects,
         for handler in (  # which would take the JWT to any host
@@ -650,7 +652,7 @@ class Call:
         if body is not None:
             data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
         if jwt:
-            headers["Authorization"] = f"Bearer {jwt}"
+            headers["Authorization"], self.jwt = f"Bearer {jwt}", jwt
         url = self.settings.url + target
         for _ in range(5):
             self.check()
@@ -658,16 +660,36 @@ class Call:
             request = urllib.request.Request(url, data, headers, method=method)
             try:
                 with self.opener.open(request, timeout=self.settings.timeout) as response:
-                    return decoded(response, read, what)
+                    return self.decoded(response, read, what)
             except urllib.error.HTTPError as error:
                 with error:
                     place = error.headers.get("Location") if error.code < 400 else None
                     if not place:
-                        raise self.refused(what, error, jwt) from None
+                        raise self.refused(what, error) from None
                     url = self.redirected(method, url, place, what, error.code)
             except (OSError, http.client.HTTPException, Cut) as error:
                 raise self.lost(what, error) from None
         raise ToolFailure("bad_response", f"{what}: Svacer redirects in a loop", ANSWERS[3][3])
+
+    def decoded(self, response: Any, read: Callable[[JsonStream], T], what: str) -> T:
+        """What `read` makes of a response's JSON; an empty body counts as null."""
+        endless = response.length is None and not response.chunked  # it ends with its connection
+        try:
+            stream = JsonStream(texts(response))
+            if not stream.peek() and not endless:
+                stream = JsonStream(["null"])
+            result = read(stream)
+            stream.finish()
+            return result
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            if isinstance(error, Unfinished) and endless:
+                raise Cut from None
+            reason = str(error) if isinstance(error, BadJson) else "a value of another kind"
+            kind = self.scrub(response.headers.get("Content-Type") or "no Content-Type", 40)
+            raise ToolFailure(
+                "bad_response", f"{what}: not the JSON expected ({kind}): {reason}",
+                "Check that SVACER_URL is a Svacer server of version 12 or newer, and not a "
+                "proxy's login page.", status=response.status) from None
 
     def redirected(self, method: str, url: str, place: str, what: str, status: int) -> str:
         """Where a redirect leads; only a GET follows it, and only within the origin."""
@@ -675,19 +697,23 @@ class Call:
             target = urljoin(url, place)
             if method == "GET" and origin_of(target) == origin_of(url):
                 return quote(target, safe="/%:?#[]@!$&'()*+,;=~")
-            shown = self.scrub(shorten(origin_of(target) + urlsplit(target).path))
+            shown = self.scrub(origin_of(target) + urlsplit(target).path)
         except ValueError:
             shown = "an address that makes no sense"
         raise ToolFailure("bad_response", f"{what}: a redirect to {shown} was not followed",
                           ANSWERS[3][3], status=status)
 
-    def refused(self, what: str, error: urllib.error.HTTPError, jwt: str) -> ToolFailure:
+    def refused(self, what: str, error: urllib.error.HTTPError) -> ToolFailure:
         """A status other than success, with Svacer's own words where they are fit to show."""
         known = (key for key in (error.code, error.code // 100, 3) if key in ANSWERS)
         code, retry, again, advice = ANSWERS[next(known)]
-        said = ""
+        body = ""
         with suppress(OSError, http.client.HTTPException, Cut, BadJson):
-            said = shorten(self.scrub(words(next(texts(error), "")), jwt), 300)
+            for text in texts(error):
+                body += text
+                if len(body) > CHUNK:
+                    break
+        said = self.scrub(words(body), 300)
         pause = retry_after(error.headers.get("Retry-After") or "")
         if pause:
             advice = f"Wait {math.ceil(pause)} seconds, then call again."
@@ -707,15 +733,18 @@ class Call:
             fault = f"{what}: the certificate of {host} is not accepted: {error.verify_message}"
             return ToolFailure("unavailable", fault, advice)
         _, code, retry, again, did, advice = next(row for row in LOST if isinstance(error, row[0]))
-        reason = shorten(getattr(error, "strerror", None) or error)
+        reason = self.scrub(str(getattr(error, "strerror", None) or error))
         did = did.format(timeout=self.settings.timeout, reason=reason)
         return ToolFailure(code, f"{what}: {host} {did}", advice, retry=retry, again=again)
 
-    def scrub(self, text: str, *secrets: str) -> str:
-        """A text from outside without our secrets, should it repeat one."""
-        for secret in (self.settings.password, self.svacer.jwt, *secrets):
-            text = text.replace(secret, "***") if secret else text
-        return text
+    def scrub(self, text: str, most: int = 100) -> str:
+        """A text from outside, shortened, and without our secrets, should it repeat one."""
+        for secret in filter(None, (self.settings.password, self.svacer.jwt, self.jwt)):
+            spellings = {secret, quote(secret, safe=""), quote_plus(secret),
+                         json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]}
+            for spelling in sorted(spellings, key=len, reverse=True):
+                text = text.replace(spelling, "***")
+        return shorten(text, most)
 
 
 class Connections(urllib.request.AbstractHTTPHandler):
@@ -755,34 +784,14 @@ def texts(response: Any) -> Iterator[str]:
         while data := body.read1(CHUNK):
             if text := decoder.decode(data):
                 yield text
-    except EOFError:
-        raise Cut from None
-    except (gzip.BadGzipFile, zlib.error):
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        if isinstance(error, EOFError) or response.length != 0:
+            raise Cut from None
         raise BadJson("gzip that cannot be unpacked") from None
     if response.length:
         raise Cut
     if text := decoder.decode(b"", final=True):
         yield text
-
-
-def decoded(response: Any, read: Callable[[JsonStream], T], what: str) -> T:
-    """What `read` makes of a response's JSON; an empty body counts as null."""
-    endless = response.length is None and not response.chunked  # it ends with its connection
-    try:
-        stream = JsonStream(texts(response))
-        if not stream.peek() and not endless:
-            stream = JsonStream(["null"])
-        result = read(stream)
-        stream.finish()
-        return result
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        if isinstance(error, Unfinished) and endless:
-            raise Cut from None
-        reason = str(error) if isinstance(error, BadJson) else "a value of another kind"
-        kind = shorten(response.headers.get("Content-Type") or "no Content-Type", 40)
-        raise ToolFailure("bad_response", f"{what}: not the JSON expected ({kind}): {reason}",
-                          "Check that SVACER_URL is a Svacer server of version 12 or newer, and "
-                          "not a proxy's login page.", status=response.status) from None
 
 
 def words(body: str) -> str:
@@ -792,7 +801,7 @@ def words(body: str) -> str:
         if isinstance(answer, dict):
             said = (answer.get(key) for key in ("message", "error", "detail", "title"))
             body = next((text for text in said if isinstance(text, str)), "")
-    return "" if body.lstrip().startswith("<") else " ".join(body[:2000].split())
+    return "" if body.lstrip().startswith("<") else " ".join(body.split())
 
 
 def retry_after(header: str) -> float:

@@ -213,8 +213,10 @@ class Settings:
     url: str = setting(base_url, DEMO_URL, "http(s) URL of Svacer, without user and password")
     login: str = setting(str.strip, "admin", "name of a Svacer account")
     password: str = setting(str, "admin", "its password", secret=True)
-    timeout: float = setting(number(float, 86400), 30.0, "seconds without a byte from Svacer")
-    call_timeout: float = setting(number(float, 86400), 120.0, "seconds for one tool call in all")
+    timeout: float = setting(
+        number(float, 86400), 30.0, "number of seconds without a byte from Svacer")
+    call_timeout: float = setting(
+        number(float, 86400), 120.0, "number of seconds for one tool call in all")
     ca_file: str | None = setting(certificates, None, "PEM file of the internal authority")
     auth_type: str | None = setting(one_of("svacer", "ldap"), None, "login with svacer or ldap")
     ldap_server: str | None = setting(str.strip, None, "name of the LDAP server to log in with")
@@ -1727,12 +1729,28 @@ def guard(app: Any, settings: Settings) -> Any:
         return None
 
     async def guarded(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            scope = {**scope, "path": scope["path"].rstrip("/")}
-            response = refusal(scope["method"], scope["path"], dict(scope["headers"]))
-            await (response or app)(scope, receive, send)
-        else:
-            await app(scope, receive, send)
+        if scope["type"] != "http":
+            return await app(scope, receive, send)  # type: ignore[no-any-return]  # it is None
+        held: list[Any] = []
+        begun = False
+
+        async def send_late(message: Any) -> None:
+            """Holds the head of an answer back until its body: till then a proxy may try again."""
+            nonlocal begun
+            held.append(message)
+            if message["type"] == "http.response.body":
+                begun = begun or bool(message.get("body")) or not message.get("more_body")
+            while begun and held:
+                await send(held.pop(0))
+
+        scope = {**scope, "path": scope["path"].rstrip("/")}
+        answer = refusal(scope["method"], scope["path"], dict(scope["headers"])) or app
+        try:
+            await answer(scope, receive, send_late)
+        except anyio.get_cancelled_exc_class():  # by uvicorn, which is about to end
+            if not begun:
+                stopped = JSONResponse({"error": "the server is being stopped"}, 503)
+                await stopped(scope, receive, send)
 
     return guarded
 
@@ -1740,6 +1758,9 @@ def guard(app: Any, settings: Settings) -> Any:
 def serve_http(svacer: Svacer) -> int:
     """Serves Streamable HTTP until SIGTERM or Ctrl+C; running calls then get four seconds."""
     import uvicorn
+    from sse_starlette.sse import AppStatus
+
+    AppStatus.enable_automatic_graceful_drain = False  # it would cut them off at once
 
     host, number = svacer.settings.http_host, svacer.settings.http_port
     try:
@@ -1785,22 +1806,34 @@ def call_once(svacer: Svacer, name: str, text: str) -> int:
 
 def check(svacer: Svacer) -> int:
     """Prints what works on the way to Svacer, and what does not."""
-    settings, call, step = svacer.settings, Call(svacer), "login"
+    settings, call, step = svacer.settings, Call(svacer), "connection"
     late = threading.Timer(settings.call_timeout, call.abort)
     late.daemon = True
     late.start()
-    print(f"URL         {settings.url}")
+
+    def tell(step: str, story: str) -> None:
+        print(f"{step:<12}{story}")
+
+    def connected() -> None:
+        secure = settings.url.startswith("https")
+        tell("TLS", "certificate accepted" if secure else "not used")
+
+    tell("URL", settings.url)
     try:
         svacer.token(call)
-        print("TLS        ", "certificate accepted" if settings.url[:5] == "https" else "not used")
-        print(f"login       {settings.login} accepted")
+        connected()
+        tell("login", f"{settings.login} accepted")
         step, started = "projects", time.monotonic()
         names = [str(project["project_name"]) for project in projects(call)]
-        print(f"projects    {len(names)}: {', '.join(names[:10])}{', ...' * (len(names) > 10)}")
-        print(f"round trip  {1000 * (time.monotonic() - started):.0f} ms")
+        tell("projects", f"{len(names)}: {', '.join(names[:10])}{', ...' * (len(names) > 10)}")
+        tell("round trip", f"{1000 * (time.monotonic() - started):.0f} ms")
         return 0
     except ToolFailure as failure:
-        print(f"{step:<12}FAILED: {failure.message}\n{'try':<12}{failure.advice}")
+        if step == "connection" and "status" in failure.facts:  # so there was an answer
+            connected()
+            step = "login"
+        tell(step, f"FAILED: {failure.message}")
+        tell("try", failure.advice)
         return 1
 
 
@@ -1815,7 +1848,8 @@ def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status, or ends the process when it has served."""
     table = "\n".join(
         f"  {variable_of(item):<28}{item.metadata['about']}"
-        + (f" [{item.default}]" if isinstance(item.default, (str, int, float)) else "")
+        + (f" [{item.default:g}]" if isinstance(item.default, float) else "")
+        + (f" [{item.default}]" if isinstance(item.default, (str, int)) else "")
         for item in fields(Settings))
     parser = argparse.ArgumentParser(
         "svacer_mcp", description="MCP server for Svacer; without options it serves.",

@@ -303,7 +303,7 @@ def load_settings(environ: Mapping[str, str], env_file: str | None = None) -> Se
                 about, secret = "a readable file that holds the secret", False
             hidden = secret or "@" in str(held)
             shown = "wrong" if hidden else repr(shorten(held, 200))
-            wrong.append(f"{variable} is {shown}, but takes {about}")
+            wrong.append(f"{variable} is {shown}, but takes: {about}")
     if values.get("transport") == "http" and "mcp_token" not in values:
         wrong.append("SVACER_MCP_TOKEN is not set, but http takes a secret in it, such as the "
                      "output of: openssl rand -hex 32")

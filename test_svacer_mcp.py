@@ -2117,7 +2117,7 @@ def test_a_wrong_setting_is_told_with_what_it_takes(variable: str, held: str, ta
     with pytest.raises(svacer_mcp.SettingsError) as caught:
         settings_from(**{variable: held})
     [line] = str(caught.value).splitlines()
-    assert line.startswith(f"svacer_mcp: {variable} is {held!r}, but takes ") and takes in line
+    assert line.startswith(f"svacer_mcp: {variable} is {held!r}, but takes: ") and takes in line
 
 
 def test_all_wrong_settings_are_told_at_once_and_nothing_starts(tmp_path: Path) -> None:

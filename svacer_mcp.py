@@ -495,6 +495,7 @@ class Svacer:
 
     def __init__(self, settings: Settings):
         self.settings = settings
+        self.running = 0  # tool calls
         self.login_lock = threading.Lock()  # held while logging in, so that one login serves all
         self.jwt, self.renew_at = "", math.inf
         self.refusal: ToolFailure | None = None
@@ -1588,6 +1589,7 @@ async def perform(svacer: Svacer, name: str, given: Mapping[str, Any],
             await anyio.sleep(0.4)
             await tell()
 
+    svacer.running += 1
     try:
         with anyio.fail_after(call.left()):
             async with anyio.create_task_group() as tasks:
@@ -1604,6 +1606,7 @@ async def perform(svacer: Svacer, name: str, given: Mapping[str, Any],
         ).text(), True
     finally:
         call.abort()
+        svacer.running -= 1
 
 
 # ---- The MCP server ------------------------------------------------------------------------------
@@ -1671,12 +1674,37 @@ def make_server(svacer: Svacer) -> tuple[Any, Callable[[], Any]]:
     return server, server.streamable_http_app
 
 
+def delay_end_of_input(svacer: Svacer) -> None:
+    """Puts a pipe before stdin that ends a moment after it.
+
+    At its end the SDK drops the calls that still run; with the delay quick ones are answered. And
+    whatever then holds the end up, such as a stdout that nobody reads, the process ends.
+    """
+    stdin, (reader, writer) = os.dup(0), os.pipe()
+    os.dup2(reader, 0)
+
+    def pump() -> None:
+        with suppress(OSError), open(writer, "wb") as pipe:
+            while data := os.read(stdin, CHUNK):
+                pipe.write(data)
+                pipe.flush()
+            time.sleep(0.5)
+            latest = time.monotonic() + 1
+            while svacer.running and time.monotonic() < latest:
+                time.sleep(0.05)
+        time.sleep(2)
+        os._exit(0)
+
+    threading.Thread(target=pump, daemon=True).start()
+
+
 def serve_stdio(svacer: Svacer) -> int:
     """Serves until the client closes stdin."""
     server, _ = make_server(svacer)
     if sys.stdin.isatty():
         print("svacer_mcp waits for an MCP client on standard input. Ctrl+C ends it; to try the "
               "connection to Svacer, start it with --check.", file=sys.stderr)
+    delay_end_of_input(svacer)
     try:
         anyio.run(server.run_stdio_async)
     except Exception as error:

@@ -2272,6 +2272,47 @@ def test_the_requirements_of_the_script_and_of_the_package_agree() -> None:
         assert line in project and f"# {line}" in SERVER.read_text("utf-8")
 
 
+# ---- The ends of processes -----------------------------------------------------------------------
+
+def test_what_is_asked_before_the_end_of_input_is_answered(fake: FakeSvacer) -> None:
+    fake.fault("projects$", times=1, delay=0.3)
+    hello = {"protocolVersion": "2025-06-18", "capabilities": {},
+             "clientInfo": {"name": "printf", "version": "0"}}
+    messages = [
+        {"id": 0, "method": "initialize", "params": hello}, {"method": "notifications/initialized"},
+        {"id": 1, "method": "tools/list"},
+        {"id": 2, "method": "tools/call", "params": {"name": "get_projects", "arguments": {}}}]
+    done = subprocess.run(
+        [sys.executable, SERVER], env=environment(fake), capture_output=True, timeout=60,
+        input=b"".join(dumps({"jsonrpc": "2.0", **message}) + b"\n" for message in messages))
+    lines = map(json.loads, done.stdout.split(b"\n")[:-1])
+    answers = {answer["id"]: answer["result"] for answer in lines}
+    assert (done.returncode, done.stderr, answers.keys()) == (0, b"", {0, 1, 2})
+    assert len(json.loads(answers[2]["content"][0]["text"])) == len(demo())
+
+
+@pytest.mark.parametrize("how", ["terminate", "kill"])
+def test_a_proxy_can_send_a_call_elsewhere_when_its_replica_ends(
+        fake: FakeSvacer, how: str) -> None:
+    fake.fault("projects$", delay=60)
+    body = dumps({"jsonrpc": "2.0", "id": 1, "method": "tools/call",
+                  "params": {"name": "get_projects", "arguments": {}}})
+    head = (f"POST /mcp HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+            "Content-Type: application/json\r\nAccept: application/json, text/event-stream\r\n"
+            f"MCP-Protocol-Version: 2025-06-18\r\nContent-Length: {len(body)}\r\n\r\n")
+    with HttpServer(fake) as server:
+        with socket.create_connection(("127.0.0.1", urlsplit(server.url).port or 0)) as client:
+            client.sendall(head.encode() + body)
+            until(lambda: any(entry["path"].endswith("projects") for entry in fake.log))
+            getattr(server.process, how)()
+            client.settimeout(20)
+            received = client.recv(100)
+        assert (server.process.wait(20) == 0) == (how == "terminate")
+    # Nothing, or a status that says so: then nothing of an answer has reached the proxy.
+    assert received.startswith(b"HTTP/1.1 503 ") if how == "terminate" else received == b""
+    until(lambda: fake.log[-1]["status"] == -1)
+
+
 # ---- Command line --------------------------------------------------------------------------------
 
 def serve(args: argparse.Namespace) -> int:

@@ -1834,35 +1834,26 @@ def call_once(svacer: Svacer, name: str, text: str) -> int:
 
 def check(svacer: Svacer) -> int:
     """Prints what works on the way to Svacer, and what does not."""
-    settings, call, step = svacer.settings, Call(svacer), "connection"
+    settings, call = svacer.settings, Call(svacer)
     late = threading.Timer(settings.call_timeout, call.abort)
     late.daemon = True
     late.start()
-
-    def tell(step: str, story: str) -> None:
-        print(f"{step:<12}{story}")
-
-    def connected() -> None:
-        secure = settings.url.startswith("https")
-        tell("TLS", "certificate accepted" if secure else "not used")
-
-    tell("URL", settings.url)
+    tls = ("TLS", "certificate accepted" if settings.url.startswith("https") else "not used")
+    steps, failed = [("URL", settings.url)], False
     try:
         svacer.token(call)
-        connected()
-        tell("login", f"{settings.login} accepted")
-        step, started = "projects", time.monotonic()
+        steps += [tls, ("login", f"{settings.login} accepted")]
+        started = time.monotonic()
         names = [str(project["project_name"]) for project in projects(call)]
-        tell("projects", f"{len(names)}: {', '.join(names[:10])}{', ...' * (len(names) > 10)}")
-        tell("round trip", f"{1000 * (time.monotonic() - started):.0f} ms")
-        return 0
+        steps += [("projects", f"{len(names)}: {', '.join(names[:10])}{', …' * (len(names) > 10)}"),
+                  ("round trip", f"{1000 * (time.monotonic() - started):.0f} ms")]
     except ToolFailure as failure:
-        if step == "connection" and "status" in failure.facts:  # so there was an answer
-            connected()
-            step = "login"
-        tell(step, f"FAILED: {failure.message}")
-        tell("try", failure.advice)
-        return 1
+        if "status" in failure.facts and tls not in steps:  # Svacer has answered
+            steps.append(tls)
+        step, failed = ("connection", "login", "projects")[len(steps) - 1], True
+        steps += [(step, f"FAILED: {failure.message}"), ("try", failure.advice)]
+    print("\n".join(f"{step:<12}{story}" for step, story in steps))
+    return int(failed)
 
 
 def as_utf8(text: str) -> str:

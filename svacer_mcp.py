@@ -24,6 +24,7 @@ Words of the field:
 from __future__ import annotations
 
 import argparse
+import asyncio
 import base64
 import codecs
 import functools
@@ -52,17 +53,11 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
-from datetime import datetime
+from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus, urlencode, urljoin, urlsplit
-
-try:
-    import anyio
-    import anyio.to_thread
-except ModuleNotFoundError:
-    raise SystemExit("svacer_mcp needs the Python package mcp: pip install 'mcp>=1.30'") from None
 
 VERSION = "1.0.0"
 DEMO_URL = "https://svacer-demo.ispras.ru"
@@ -419,7 +414,7 @@ class JsonStream:
             yield
             going = self.take(",]") == ","
 
-    def values(self) -> Iterator[Any]:
+    def values(self, kind: type = object) -> Iterator[Any]:
         """The elements of an array, decoded; `array` and `value` in one, and faster."""
         going = self.steps_into("[", "]")
         while going:
@@ -428,11 +423,17 @@ class JsonStream:
             try:  # elements that are in the buffer together with the comma behind them
                 while True:
                     value, end = decode(text, self.at)
-                    self.at = comma(text, end).end()
+                    at = comma(text, end).end()
+                    if not isinstance(value, kind):
+                        break
+                    self.at = at
                     yield value
             except (ValueError, AttributeError, RecursionError):
                 pass
-            yield self.value()  # the last element, one that goes on beyond the buffer, or BadJson
+            value = self.value()  # the last element, one that goes on beyond the buffer, or BadJson
+            if not isinstance(value, kind):
+                raise BadJson("an element of another kind")
+            yield value
             going = self.take(",]") == ","
 
     def object(self) -> Iterator[str]:
@@ -495,6 +496,7 @@ class Svacer:
 
     def __init__(self, settings: Settings):
         self.settings = settings
+        self.workers = ThreadPoolExecutor(WORKERS)
         self.running = 0  # tool calls
         self.login_lock = threading.Lock()  # held while logging in, so that one login serves all
         self.jwt, self.renew_at = "", math.inf
@@ -503,11 +505,13 @@ class Svacer:
         self.counts_lock = threading.Lock()
         self.counts: OrderedDict[str, int] = OrderedDict()  # snapshot id: number of its markers
         local = is_loopback(urlsplit(settings.url).hostname or "")
-        self.proxies = {} if local else urllib.request.getproxies()
-
-    @functools.cached_property
-    def workers(self) -> anyio.CapacityLimiter:
-        return anyio.CapacityLimiter(WORKERS)
+        self.opener = urllib.request.OpenerDirector()
+        for handler in (  # without urllib's own for redirects, which takes the JWT to any host
+            urllib.request.ProxyHandler({} if local else urllib.request.getproxies()),
+            Connections(), urllib.request.HTTPErrorProcessor(),
+            urllib.request.HTTPDefaultErrorHandler(),
+        ):
+            self.opener.add_handler(handler)
 
     @functools.cached_property
     def tls(self) -> ssl.SSLContext:
@@ -575,12 +579,6 @@ class Call:
         self.sockets: list[socket.socket] = []
         self.jwt = ""  # the last one that was sent
         self.progress: Callable[[], tuple[float, float | None, str]] | None = None
-        self.opener = urllib.request.OpenerDirector()  # without urllib's handler of redirects,
-        for handler in (  # which would take the JWT to any host
-            urllib.request.ProxyHandler(svacer.proxies), Connections(self),
-            urllib.request.HTTPErrorProcessor(), urllib.request.HTTPDefaultErrorHandler(),
-        ):
-            self.opener.add_handler(handler)
 
     def left(self) -> float:
         return max(0.0, self.ends - time.monotonic())
@@ -660,9 +658,10 @@ class Call:
         for _ in range(5):
             self.check()
             logger.debug("%s", what)
-            request = urllib.request.Request(url, data, headers, method=method)
+            request = Request(url, data, headers, method=method)
+            request.call = self
             try:
-                with self.opener.open(request, timeout=self.settings.timeout) as response:
+                with self.svacer.opener.open(request, timeout=self.settings.timeout) as response:
                     return self.decoded(response, read, what)
             except urllib.error.HTTPError as error:
                 with error:
@@ -750,32 +749,44 @@ class Call:
         return shorten(text, most)
 
 
+class Request(urllib.request.Request):
+    call: Call
+
+
+class Tracked:
+    """A connection that its call can break off."""
+
+    sock: socket.socket
+
+    def __init__(self, *args: Any, call: Call, **options: Any):
+        super().__init__(*args, **options)
+        self.call = call
+
+    def connect(self) -> None:
+        super().connect()  # type: ignore[misc]  # of the class that this is mixed into
+        self.call.sockets.append(self.sock)
+        self.call.check()
+
+
+class Http(Tracked, http.client.HTTPConnection):
+    pass
+
+
+class Https(Tracked, http.client.HTTPSConnection):
+    pass
+
+
 class Connections(urllib.request.AbstractHTTPHandler):
-    """Makes urllib open connections that their call can break off."""
+    """Makes urllib open connections that belong to the call of a request."""
 
     http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
 
-    def __init__(self, call: Call):
-        super().__init__()
-        self.call = call
+    def http_open(self, req: Any) -> Any:
+        return self.do_open(Http, req, call=req.call)  # type: ignore[arg-type]  # a factory
 
-    def tracked(self, kind: Any) -> Any:
-        call = self.call
-
-        class Tracked(kind):  # type: ignore[misc]  # one of http.client's two
-            def connect(self) -> None:
-                super().connect()
-                call.sockets.append(self.sock)
-                call.check()
-
-        return Tracked
-
-    def http_open(self, req: urllib.request.Request) -> Any:
-        return self.do_open(self.tracked(http.client.HTTPConnection), req)
-
-    def https_open(self, req: urllib.request.Request) -> Any:
-        tls = self.call.svacer.tls
-        return self.do_open(self.tracked(http.client.HTTPSConnection), req, context=tls)
+    def https_open(self, req: Any) -> Any:
+        tls = req.call.svacer.tls
+        return self.do_open(Https, req, call=req.call, context=tls)  # type: ignore[arg-type]
 
 
 def texts(response: Any) -> Iterator[str]:
@@ -826,12 +837,12 @@ def segment(text: str) -> str:
 Marker = dict[str, Any]
 
 
+UNREVIEWED = ("Unspecified", "Undecided")
+
+
 def each_marker(stream: JsonStream) -> Iterator[Marker]:
     """The markers of a plain list."""
-    for marker in stream.values():
-        if type(marker) is not dict:
-            raise BadJson("a marker that is not an object")
-        yield marker
+    return stream.values(dict)
 
 
 def each_wrapped_marker(stream: JsonStream) -> Iterator[Marker]:
@@ -839,15 +850,17 @@ def each_wrapped_marker(stream: JsonStream) -> Iterator[Marker]:
     for _ in stream.array():
         for key in stream.object():
             if key == "markers":
-                yield from each_marker(stream)
+                yield from stream.values(dict)
             else:
                 stream.value()
 
 
 def review_of(marker: Marker) -> tuple[str, str]:
     """Severity and status as Svacer's statistics count them."""
-    review = marker.get("review") or {}
-    return review.get("severity") or "Unspecified", review.get("status") or "Undecided"
+    review = marker.get("review")
+    if not review:
+        return UNREVIEWED
+    return review.get("severity") or UNREVIEWED[0], review.get("status") or UNREVIEWED[1]
 
 
 class Page:
@@ -860,15 +873,17 @@ class Page:
         self.total, self.size = 0, 0
         self.items: list[str] = []
 
-    def add(self, item: Any) -> None:
-        if self.offset <= self.total < self.stop:
-            text = encode(self.show(item))
-            if self.items and self.size + len(text) >= self.room:
-                self.stop = self.total
-            else:
-                self.items.append(text)
-                self.size += len(text) + 1
-        self.total += 1
+    def fill(self, items: Iterable[Any]) -> Page:
+        for place, item in enumerate(items):
+            if self.offset <= place < self.stop:
+                text = encode(self.show(item))
+                if self.items and self.size + len(text) >= self.room:
+                    self.stop = place
+                else:
+                    self.items.append(text)
+                    self.size += len(text) + 1
+            self.total = place + 1
+        return self
 
     def fit(self, room: float) -> None:
         """Drops items at the end until the rest fits; the first one stays."""
@@ -962,6 +977,9 @@ NO_COMMIT = re.compile("ref|branch|tag|before|parent|time|date|count|number|auth
 COMMIT_FIRST = re.compile(r"(?=\d*[a-f])(?=[a-f]*\d)([0-9a-f]{7,40})(?![^\s_.,:-])")
 
 
+TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:\d\d)?")
+
+
 def commit_hash(details: Any, name: str) -> str | None:
     """The commit that a snapshot was made of: from its custom properties, else from its name."""
     properties = details.get("custom_properties") if isinstance(details, dict) else None
@@ -977,15 +995,15 @@ def commit_hash(details: Any, name: str) -> str | None:
     return first[1] if first else None
 
 
-def moment(text: Any) -> float:
-    """Seconds since the epoch of a time as RFC 3339 writes it; 0 when there is none."""
-    found = re.fullmatch(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:\d\d)?",
-                         str(text))
-    with suppress(ValueError, AttributeError):
-        date, clock, fraction, zone = found.groups()  # type: ignore[union-attr]  # suppressed
-        zone = "+00:00" if zone in (None, "Z") else zone
-        return datetime.fromisoformat(f"{date}T{clock}{zone}").timestamp() + float(fraction or 0)
-    return 0.0
+def moment(text: Any) -> str:
+    """A time as RFC 3339 writes it, made comparable as text: in UTC; "" when there is none."""
+    found = TIME.fullmatch(str(text))
+    if not found or found[3] == "Z":
+        return found[1] + (found[2] or "") if found else ""
+    with suppress(ValueError, OverflowError):
+        there = datetime.fromisoformat(found[1] + (found[3] or "+00:00"))
+        return there.astimezone(timezone.utc).isoformat()[:19] + (found[2] or "")
+    return ""
 
 
 # ---- Ids, names and links ------------------------------------------------------------------------
@@ -1304,8 +1322,9 @@ def count_markers(call: Call, project: str, branch: str, rows: list[dict[str, An
 
     for row in rows:
         row["markers_count"] = call.svacer.known_count(row["snapshot_id"])
+    unknown = [row for row in rows if row["markers_count"] is None]
     pool = ThreadPoolExecutor(COUNTS_AT_ONCE)
-    running = [pool.submit(count, row) for row in rows if row["markers_count"] is None]
+    running = [pool.submit(count, row) for row in unknown]
     call.progress = lambda: (
         sum(task.done() for task in running), len(running), "snapshots counted")
     if wait(running, timeout=0.9 * call.left()).not_done:
@@ -1335,13 +1354,13 @@ def watch(call: Call, stream: JsonStream) -> None:
 
 
 def get_project_stats(call: Call, args: Args) -> str:
-    def read(stream: JsonStream) -> Counter[tuple[str, str, str]]:
+    def read(stream: JsonStream) -> Counter[tuple[tuple[str, str], str]]:
         watch(call, stream)
-        return Counter((*review_of(m), m.get("warnClass") or "") for m in each_marker(stream))
+        return Counter((review_of(m), m.get("warnClass") or "") for m in each_marker(stream))
 
     counts = call.get(full_markers(Names(call, args)), read)
     severities, statuses, checkers = Counter[str](), Counter[str](), Counter[str]()
-    for (severity, status, checker), count in counts.items():
+    for ((severity, status), checker), count in counts.items():
         severities[canonical(severity, SEVERITIES)] += count
         statuses[canonical(status, STATUSES)] += count
         checkers[checker] += count
@@ -1371,11 +1390,8 @@ def marker_list(call: Call, args: Args, key: str, path: str, filters: dict[str, 
 
     def read(stream: JsonStream) -> Page:
         watch(call, stream)
-        page = Page(show, limit, args["offset"], room)
-        for marker in each(stream):
-            if not passes or passes(marker):
-                page.add(marker)
-        return page
+        markers = filter(passes, each(stream)) if passes else each(stream)
+        return Page(show, limit, args["offset"], room).fill(markers)
 
     flags = {name: args[name] for name in ON_REQUEST.values()}
     page = call.get(path, read, filters=filters, custom_filter=args["custom_filter"], **flags)
@@ -1417,11 +1433,8 @@ def get_diff(call: Call, args: Args) -> str:
         for key in stream.object():
             if key == "markers" and level:
                 for category in stream.object():
-                    page = pages.get(category)
-                    for _ in stream.array():
-                        item = stream.value()
-                        if page:
-                            page.add(item)
+                    page = pages.get(category, Page(show, limit, room=0))  # else for nothing
+                    page.fill(stream.values())
             else:
                 value = stream.value()
                 stats = value if key == "stats" else stats
@@ -1576,35 +1589,23 @@ async def perform(svacer: Svacer, name: str, given: Mapping[str, Any],
                   report: Report) -> tuple[str, bool]:
     """Runs a tool in a worker thread, which ends with the call: by itself, late or cancelled."""
     call, told = Call(svacer), 0.0
-
-    async def tell() -> None:
-        nonlocal told
-        done, total, message = call.progress() if call.progress else (0.0, None, "")
-        if done > told:
-            told = done
-            await report(done, total, message)
-
-    async def keep_telling() -> None:
-        while True:
-            await anyio.sleep(0.4)
-            await tell()
-
     svacer.running += 1
+    running = asyncio.get_running_loop().run_in_executor(svacer.workers, answer, call, name, given)
     try:
-        with anyio.fail_after(call.left()):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(keep_telling)
-                result = await anyio.to_thread.run_sync(
-                    answer, call, name, given, abandon_on_cancel=True, limiter=svacer.workers)
-                tasks.cancel_scope.cancel()
-        await tell()
-        return result
-    except TimeoutError:
+        while not running.done() and call.left():
+            await asyncio.wait([running], timeout=min(0.4, call.left()))
+            done, total, message = call.progress() if call.progress else (0.0, None, "")
+            if done > told:
+                told = done
+                await report(done, total, message)
+        if running.done():
+            return running.result()
         return ToolFailure(
             "timeout", f"{name} took more than {svacer.settings.call_timeout:g} seconds",
             "Call again with narrower filters, or raise SVACER_CALL_TIMEOUT.", retry=True,
         ).text(), True
     finally:
+        running.cancel()
         call.abort()
         svacer.running -= 1
 
@@ -1706,7 +1707,7 @@ def serve_stdio(svacer: Svacer) -> int:
               "connection to Svacer, start it with --check.", file=sys.stderr)
     delay_end_of_input(svacer)
     try:
-        anyio.run(server.run_stdio_async)
+        asyncio.run(server.run_stdio_async())
     except Exception as error:
         while getattr(error, "exceptions", None):
             error = error.exceptions[0]  # type: ignore[attr-defined]  # of an ExceptionGroup
@@ -1775,7 +1776,7 @@ def guard(app: Any, settings: Settings) -> Any:
         answer = refusal(scope["method"], scope["path"], dict(scope["headers"])) or app
         try:
             await answer(scope, receive, send_late)
-        except anyio.get_cancelled_exc_class():  # by uvicorn, which is about to end
+        except asyncio.CancelledError:  # by uvicorn, which is about to end
             if not begun:
                 stopped = JSONResponse({"error": "the server is being stopped"}, 503)
                 await stopped(scope, receive, send)
@@ -1822,7 +1823,7 @@ def call_once(svacer: Svacer, name: str, text: str) -> int:
     with suppress(ValueError):
         given = json.loads(text)
     if isinstance(given, dict):
-        result, failed = anyio.run(perform, svacer, name, given, report)
+        result, failed = asyncio.run(perform(svacer, name, given, report))
     else:
         result, failed = ToolFailure(
             "invalid_argument", f"the arguments {shorten(text)!r} are no JSON object",
@@ -1898,7 +1899,12 @@ The variables can also be lines of the file .env here or beside svacer_mcp.py.""
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # a TextIOWrapper
         return check(svacer) if options.check else call_once(
             svacer, options.call[0], as_utf8(" ".join(options.call[1:]) or "{}"))
-    status = serve_http(svacer) if settings.transport == "http" else serve_stdio(svacer)
+    try:
+        status = serve_http(svacer) if settings.transport == "http" else serve_stdio(svacer)
+    except ModuleNotFoundError as error:
+        print(f"svacer_mcp needs the Python package mcp: pip install 'mcp>=1.30,<3' ({error})",
+              file=sys.stderr)
+        status = 2
     os._exit(status)  # at once, whatever a worker thread still waits for
 
 

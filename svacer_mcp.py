@@ -337,12 +337,13 @@ class JsonStream:
 
     decode = staticmethod(json.JSONDecoder(parse_constant=refuse_constant).raw_decode)
     space = re.compile(r"[ \t\n\r]*").match
-    comma: Any = re.compile(r"[ \t\n\r]*,[ \t\n\r]*").match
+    beginning = re.compile(r'\{[ \t\n\r]*"[^"\\]*"[ \t\n\r]*:').match
 
     def __init__(self, pieces: Iterable[str]):
         self.pieces = iter(pieces)
         self.text, self.at = "", 0  # what has been read; what is not yet decoded starts at `at`
         self.read = 0  # characters so far
+        self.mixed = ""  # a text in which `several` found none
 
     def more(self) -> bool:
         """Reads on, at least as much as is waiting already; False at the end."""
@@ -418,23 +419,33 @@ class JsonStream:
         """The elements of an array, decoded; `array` and `value` in one, and faster."""
         going = self.steps_into("[", "]")
         while going:
-            self.peek()
-            text, decode, comma = self.text, self.decode, self.comma
-            try:  # elements that are in the buffer together with the comma behind them
-                while True:
-                    value, end = decode(text, self.at)
-                    at = comma(text, end).end()
-                    if not isinstance(value, kind):
-                        break
-                    self.at = at
-                    yield value
-            except (ValueError, AttributeError, RecursionError):
-                pass
-            value = self.value()  # the last element, one that goes on beyond the buffer, or BadJson
-            if not isinstance(value, kind):
+            values = self.several() or [self.value()]
+            if not all(isinstance(value, kind) for value in values):
                 raise BadJson("an element of another kind")
-            yield value
+            yield from values
             going = self.take(",]") == ","
+
+    def several(self) -> list[Any]:
+        """Elements that are whole in the buffer, decoded at once; [] when they cannot be told.
+
+        Objects in a list begin alike, so elements end before the last such beginning. If that lies
+        inside of an element, what is before it cannot be decoded.
+        """
+        self.peek()
+        first = self.beginning(self.text, self.at)
+        if not first or self.text is self.mixed:
+            return []
+        last = self.text.rfind(first[0], self.at + 1, self.at + CHUNK)
+        whole = self.text[self.at:max(last, self.at)].rstrip(" \t\n\r")
+        if not whole.endswith(","):
+            return []
+        try:
+            values, length = self.decode(f"[{whole[:-1]}]")
+        except (ValueError, RecursionError):
+            self.mixed = self.text  # one by one, until there is another text
+            return []
+        self.at += length - 2  # the array may have ended before `last`
+        return values  # type: ignore[no-any-return]  # a list
 
     def object(self) -> Iterator[str]:
         going = self.steps_into("{", "}")
@@ -799,7 +810,7 @@ def texts(response: Any) -> Iterator[str]:
             if text := decoder.decode(data):
                 yield text
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        if isinstance(error, EOFError) or response.length != 0:
+        if isinstance(error, EOFError) or (response.length != 0 and not response.chunked):
             raise Cut from None
         raise BadJson("gzip that cannot be unpacked") from None
     if response.length:
@@ -1433,7 +1444,7 @@ def get_diff(call: Call, args: Args) -> str:
         for key in stream.object():
             if key == "markers" and level:
                 for category in stream.object():
-                    page = pages.get(category, Page(show, limit, room=0))  # else for nothing
+                    page = pages.get(category) or Page(str, 1)  # else for nothing
                     page.fill(stream.values())
             else:
                 value = stream.value()

@@ -2302,28 +2302,6 @@ def test_what_is_asked_before_the_end_of_input_is_answered(fake: FakeSvacer) -> 
     assert len(json.loads(answers[2]["content"][0]["text"])) == len(demo())
 
 
-@pytest.mark.parametrize("how", ["terminate", "kill"])
-def test_a_proxy_can_send_a_call_elsewhere_when_its_replica_ends(
-        fake: FakeSvacer, how: str) -> None:
-    fake.fault("projects$", delay=60)
-    body = dumps({"jsonrpc": "2.0", "id": 1, "method": "tools/call",
-                  "params": {"name": "get_projects", "arguments": {}}})
-    head = (f"POST /mcp HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
-            "Content-Type: application/json\r\nAccept: application/json, text/event-stream\r\n"
-            f"MCP-Protocol-Version: 2025-06-18\r\nContent-Length: {len(body)}\r\n\r\n")
-    with HttpServer(fake) as server:
-        with socket.create_connection(("127.0.0.1", urlsplit(server.url).port or 0)) as client:
-            client.sendall(head.encode() + body)
-            until(lambda: any(entry["path"].endswith("projects") for entry in fake.log))
-            getattr(server.process, how)()
-            client.settimeout(20)
-            received = client.recv(100)
-        assert (server.process.wait(20) == 0) == (how == "terminate")
-    # Nothing, or a status that says so: then nothing of an answer has reached the proxy.
-    assert received.startswith(b"HTTP/1.1 503 ") if how == "terminate" else received == b""
-    until(lambda: fake.log[-1]["status"] == -1)
-
-
 # ---- Faults of Svacer and the network ------------------------------------------------------------
 
 Svacer = svacer_mcp.Svacer
@@ -3245,14 +3223,22 @@ def test_a_slow_call_holds_up_nothing_and_ends_with_its_client(
     assert named(post(server)[2]) == PROJECTS
 
 
-def test_sigterm_ends_the_process_in_the_middle_of_a_call(faulty: FakeSvacer) -> None:
+@pytest.mark.parametrize("how", ["terminate", "kill"])
+def test_a_call_can_be_sent_to_another_replica_when_its_own_ends(
+        faulty: FakeSvacer, how: str) -> None:
     faulty.fault("projects$", delay=60)
-    with (HttpServer(faulty, SVACER_MCP_TOKEN=SECRET) as server, connection(server, CALL),
-          connection(server, HEAD)):
-        until(lambda: "projects" in dict(asked(faulty)))
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(10) == 0
+    with HttpServer(faulty, SVACER_MCP_TOKEN=SECRET) as server:
+        with connection(server, CALL) as client, connection(server, HEAD):
+            until(lambda: "projects" in dict(asked(faulty)))
+            getattr(server.process, how)()
+            client.settimeout(20)
+            received = client.recv(100)
+            status = server.process.wait(10)
+    assert (status == 0) == (how == "terminate")
     assert server.stdout == b"" and b"Traceback" not in server.stderr
+    # Nothing, or a status that says so: then nothing of an answer has reached the proxy.
+    assert received.startswith(b"HTTP/1.1 503 ") if how == "terminate" else received == b""
+    until(lambda: faulty.log[-1]["status"] == -1)
 
 
 def test_a_port_in_use_is_told(demo_server: HttpServer) -> None:

@@ -3227,13 +3227,13 @@ def test_a_slow_call_holds_up_nothing_and_ends_with_its_client(
 def test_a_call_can_be_sent_to_another_replica_when_its_own_ends(
         faulty: FakeSvacer, how: str) -> None:
     faulty.fault("projects$", delay=60)
-    with HttpServer(faulty, SVACER_MCP_TOKEN=SECRET) as server:
-        with connection(server, CALL) as client, connection(server, HEAD):
-            until(lambda: "projects" in dict(asked(faulty)))
-            getattr(server.process, how)()
-            client.settimeout(20)
-            received = client.recv(100)
-            status = server.process.wait(10)
+    with (HttpServer(faulty, SVACER_MCP_TOKEN=SECRET) as server,
+          connection(server, CALL) as client, connection(server, HEAD)):
+        until(lambda: "projects" in dict(asked(faulty)))
+        getattr(server.process, how)()
+        client.settimeout(20)
+        received = client.recv(100)
+        status = server.process.wait(10)
     assert (status == 0) == (how == "terminate")
     assert server.stdout == b"" and b"Traceback" not in server.stderr
     # Nothing, or a status that says so: then nothing of an answer has reached the proxy.

@@ -27,6 +27,7 @@ import argparse
 import asyncio
 import base64
 import codecs
+import difflib
 import functools
 import gzip
 import hmac
@@ -52,9 +53,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus, urlencode, urljoin, urlsplit
@@ -136,14 +138,16 @@ def shorten(text: object, most: int = 100) -> str:
 # A reader makes a value of a variable's text; it fails on a wrong one with ValueError, LookupError
 # or OSError, and what the variable takes is said by its entry in Settings.
 
-def number(kind: type[T], most: int) -> Callable[[str], T]:
-    def read(text: str) -> T:
-        value: Any = kind(text)  # type: ignore[call-arg]  # int or float
-        if not 0 < value <= most:
-            raise ValueError
-        return value  # type: ignore[no-any-return]
+def seconds(text: str) -> float:
+    if not 0 < float(text) <= 86400:
+        raise ValueError
+    return float(text)
 
-    return read
+
+def port_number(text: str) -> int:
+    if not 0 < int(text) < 65536:
+        raise ValueError
+    return int(text)
 
 
 def one_of(*names: str) -> Callable[[str], str]:
@@ -165,8 +169,8 @@ def web_address(text: str) -> str:
         raise ValueError
     host = parts.hostname.encode("idna").decode()
     host = f"[{host}]" if ":" in host else host
-    number = "" if parts.port is None else f":{parts.port}"
-    return f"{parts.scheme}://{host}{number}{quote(parts.path, safe='/%:@!$&()*+,;=~').rstrip('/')}"
+    port = "" if parts.port is None else f":{parts.port}"
+    return f"{parts.scheme}://{host}{port}{quote(parts.path, safe='/%:@!$&()*+,;=~').rstrip('/')}"
 
 
 def base_url(text: str) -> str:
@@ -177,15 +181,14 @@ def base_url(text: str) -> str:
 def origin_of(url: str) -> str:
     """Scheme, host and port of a URL, in the one spelling that can be compared."""
     parts = urlsplit(url)
-    number = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
-    return f"{parts.scheme}://{parts.hostname}:{number}"
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    return f"{parts.scheme}://{parts.hostname}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    try:
+    with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return host == "localhost"
 
 
 def origins(text: str) -> tuple[str, ...]:
@@ -208,10 +211,8 @@ class Settings:
     url: str = setting(base_url, DEMO_URL, "http(s) URL of Svacer, without user and password")
     login: str = setting(str.strip, "admin", "name of a Svacer account")
     password: str = setting(str, "admin", "its password", secret=True)
-    timeout: float = setting(
-        number(float, 86400), 30.0, "number of seconds without a byte from Svacer")
-    call_timeout: float = setting(
-        number(float, 86400), 120.0, "number of seconds for one tool call in all")
+    timeout: float = setting(seconds, 30, "number of seconds without a byte from Svacer")
+    call_timeout: float = setting(seconds, 120, "number of seconds for one tool call in all")
     ca_file: str | None = setting(certificates, None, "PEM file of the internal authority")
     auth_type: str | None = setting(one_of("svacer", "ldap"), None, "login with svacer or ldap")
     ldap_server: str | None = setting(str.strip, None, "name of the LDAP server to log in with")
@@ -219,7 +220,7 @@ class Settings:
         tool_names, TOOL_NAMES, "the tools to offer, separated by commas: " + ", ".join(TOOL_NAMES))
     transport: str = setting(one_of("stdio", "http"), "stdio", "stdio or http")
     http_host: str = setting(str.strip, "127.0.0.1", "address to listen on")
-    http_port: int = setting(number(int, 65535), 8000, "port to listen on, 1 to 65535")
+    http_port: int = setting(port_number, 8000, "port to listen on, 1 to 65535")
     mcp_token: str | None = setting(
         str.strip, None, "the secret that clients send as bearer token, required for http, such as "
         "the output of: openssl rand -hex 32", secret=True)
@@ -230,10 +231,6 @@ class Settings:
     log_level: str = setting(
         one_of("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"), "WARNING",
         "what to write to stderr: DEBUG, INFO, WARNING, ERROR or CRITICAL")
-
-    @property
-    def public_url(self) -> str:
-        return self.mcp_resource_url or f"http://localhost:{self.http_port}"
 
 
 ENV_LINE = re.compile(
@@ -246,10 +243,6 @@ def read_env_file(path: str) -> dict[str, str]:
     lines = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
     found = filter(None, map(ENV_LINE.fullmatch, lines))
     return {line[1]: line[2] or line[3] or line[4] or "" for line in found}
-
-
-def variable_of(item: Field[Any]) -> str:
-    return f"SVACER_{item.name.upper()}"
 
 
 def read_secret(path: str) -> str:
@@ -280,32 +273,28 @@ def load_settings(environ: Mapping[str, str], env_file: str | None = None) -> Se
               if name.startswith("SVACER_") and not NOT_SET.fullmatch(value)}
     for item in fields(Settings):
         read, about, secret = (item.metadata[key] for key in ("read", "about", "secret"))
-        variable = variable_of(item)
+        variable = f"SVACER_{item.name.upper()}"
         held = given.pop(variable, None)
-        secret_file = given.pop(f"{variable}_FILE", "").strip() if secret else ""
-        if secret_file and held:
+        path = given.pop(f"{variable}_FILE", "").strip() if secret else ""
+        if path and held:
             wrong.append(f"{variable} and {variable}_FILE are both set, but one takes the place of"
                          " the other")
-            continue
+        if path:
+            variable, held, secret = f"{variable}_FILE", path, False
+            about = "a readable file that holds the secret"
         try:
-            if secret_file:
-                held = read_secret(secret_file)
             if held is not None:
-                values[item.name] = read(held)
+                values[item.name] = read(read_secret(held) if path else held)
         except (ValueError, LookupError, OSError):
-            if secret_file:
-                variable, held = f"{variable}_FILE", secret_file
-                about, secret = "a readable file that holds the secret", False
-            hidden = secret or "@" in str(held)
-            shown = "wrong" if hidden else repr(shorten(held, 200))
+            shown = "wrong" if secret or "@" in str(held) else repr(shorten(held, 200))
             wrong.append(f"{variable} is {shown}, but takes: {about}")
-    if values.get("transport") == "http" and "mcp_token" not in values:
+    if values.get("transport") == "http" and not ("mcp_token" in values or "_TOKEN" in str(wrong)):
         wrong.append("SVACER_MCP_TOKEN is not set, but http takes a secret in it, such as the "
                      "output of: openssl rand -hex 32")
     if wrong:
         raise SettingsError("\n".join(f"svacer_mcp: {sentence}." for sentence in wrong))
-    for name in given:
-        logger.warning("%s is not a setting of svacer_mcp; --help lists them", name)
+    for name in given:  # there is no level for the log yet
+        print(f"svacer_mcp: {name} is not a setting, --help lists them.", file=sys.stderr)
     return Settings(**values)
 
 
@@ -336,7 +325,7 @@ class JsonStream:
     """
 
     decode = staticmethod(json.JSONDecoder(parse_constant=refuse_constant).raw_decode)
-    space = re.compile(r"[ \t\n\r]*").match
+    space: Any = re.compile(r"[ \t\n\r]*").match
     beginning = re.compile(r'\{[ \t\n\r]*"[^"\\]*"[ \t\n\r]*:').match
 
     def __init__(self, pieces: Iterable[str]):
@@ -363,8 +352,7 @@ class JsonStream:
     def peek(self) -> str:
         """The next character that is not white space, "" at the end."""
         while True:
-            if found := self.space(self.text, self.at):
-                self.at = found.end()
+            self.at = self.space(self.text, self.at).end()
             if self.at < len(self.text):
                 return self.text[self.at]
             if not self.more():
@@ -428,8 +416,8 @@ class JsonStream:
     def several(self) -> list[Any]:
         """Elements that are whole in the buffer, decoded at once; [] when they cannot be told.
 
-        Objects in a list begin alike, so elements end before the last such beginning. If that lies
-        inside of an element, what is before it cannot be decoded.
+        Objects in a list begin alike, with `{"id":` say, so elements end before the last such
+        beginning. If that lies inside of an element, what is before it cannot be decoded.
         """
         self.peek()
         first = self.beginning(self.text, self.at)
@@ -465,6 +453,8 @@ class JsonStream:
 # ---- Svacer's REST API ---------------------------------------------------------------------------
 
 LATER = "Call again later."
+CHECK_HOST = "Check host, port and https:// or http:// in SVACER_URL."
+CHECK_LOGIN = "Check SVACER_URL, SVACER_LOGIN, SVACER_AUTH_TYPE and SVACER_LDAP_SERVER."
 # HTTP status, or the first digit of others: code, whether the call can succeed later, whether a GET
 # is repeated, advice. Odd statuses count as redirects.
 ANSWERS = {
@@ -492,14 +482,15 @@ LOST: tuple[tuple[Any, str, bool, bool, str, str], ...] = (
     ((Cut, http.client.IncompleteRead), "bad_response", True, True, "cut its answer short", LATER),
     ((ConnectionError, ssl.SSLEOFError), "unavailable", True, True, "dropped the connection",
      LATER),
-    (ssl.SSLError, "unavailable", True, False, "could not agree on TLS ({reason})",
-     "Check host, port and https:// or http:// in SVACER_URL."),
-    (http.client.HTTPException, "bad_response", False, False, "does not speak HTTP",
-     "Check host, port and https:// or http:// in SVACER_URL."),
+    (ssl.SSLError, "unavailable", True, False, "could not agree on TLS ({reason})", CHECK_HOST),
+    (http.client.HTTPException, "bad_response", False, False, "does not speak HTTP", CHECK_HOST),
     (OSError, "unavailable", True, False, "cannot be reached ({reason})",
      "Check SVACER_URL, the network and the proxy settings."),
 )
 UNKNOWN_AUTHORITY = (2, 18, 19, 20, 21)  # OpenSSL's verify codes
+
+Body = Mapping[str, Any] | None  # of a request
+Reader = Callable[[JsonStream], T]  # makes something of the answer
 
 
 class Svacer:
@@ -550,8 +541,7 @@ class Svacer:
                     if failure.code in ("unauthorized", "forbidden"):
                         self.refusal, self.refused_until = failure, now + REFUSED_FOR
                     elif failure.code in ("invalid_argument", "not_found"):
-                        failure.advice = ("Check SVACER_URL, SVACER_LOGIN, SVACER_AUTH_TYPE and "
-                                          "SVACER_LDAP_SERVER.")
+                        failure.advice = CHECK_LOGIN
                     raise
                 life = lifetime(self.jwt)
                 self.renew_at = time.monotonic() + life - min(30, life / 10)
@@ -589,7 +579,7 @@ class Call:
         self.aborted = threading.Event()
         self.sockets: list[socket.socket] = []
         self.jwt = ""  # the last one that was sent
-        self.progress: Callable[[], tuple[float, float | None, str]] | None = None
+        self.progress: Callable[[], tuple[float, float | None, str]] = lambda: (0, None, "")
 
     def left(self) -> float:
         return max(0.0, self.ends - time.monotonic())
@@ -599,20 +589,19 @@ class Call:
         self.aborted.set()
         for sock in tuple(self.sockets):
             with suppress(OSError):
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # SSLSocket's own is not for threads
 
     def check(self) -> None:
         if self.aborted.is_set():
             raise ToolFailure("timeout", "the call was broken off", LATER, retry=True)
 
-    def get(self, path: str, read: Callable[[JsonStream], T], **query: Any) -> T:
+    def get(self, path: str, read: Reader[T], **query: Any) -> T:
         """What `read` makes of the answer; it starts afresh when the connection breaks.
 
         `query` is sent without what is None or False; `filters` is encoded as Svacer wants it.
         """
         if query.get("filters"):
-            text = json.dumps(query["filters"], ensure_ascii=False)
-            query["filters"] = base64.b64encode(text.encode())
+            query["filters"] = base64.b64encode(encode(query["filters"]).encode())
         sent = {key: "true" if value is True else value for key, value in query.items()
                 if value not in (None, {}) and value is not False}
         target = f"{path}?{urlencode(sent, quote_via=quote, safe='')}" if sent else path
@@ -627,11 +616,7 @@ class Call:
             self.aborted.wait(pause)
         raise AssertionError("the last try returns or raises")
 
-    def post(self, path: str, body: Mapping[str, Any], read: Callable[[JsonStream], T]) -> T:
-        return self.authorized("POST", path, read, body)
-
-    def authorized(self, method: str, target: str, read: Callable[[JsonStream], T],
-                   body: Mapping[str, Any] | None = None) -> T:
+    def authorized(self, method: str, target: str, read: Reader[T], body: Body = None) -> T:
         """One request with the JWT, and a second with a new one if the first gets 401."""
         jwt = self.svacer.token(self)
         try:
@@ -653,10 +638,9 @@ class Call:
             return str(jwt)
 
         body = {key: value for key, value in wanted.items() if value is not None}
-        return self.exchange("POST", "/api/public/login", read, body)
+        return self.exchange("POST", "/api/public/login", read, body, jwt="")
 
-    def exchange(self, method: str, target: str, read: Callable[[JsonStream], T],
-                 body: Mapping[str, Any] | None = None, jwt: str = "") -> T:
+    def exchange(self, method: str, target: str, read: Reader[T], body: Body, jwt: str) -> T:
         """Sends one request, follows redirects within the origin; any failure is a ToolFailure."""
         what, data = f"{method} {target.partition('?')[0]}", None
         headers = {"Accept": "application/json", "Accept-Encoding": "gzip",
@@ -669,8 +653,8 @@ class Call:
         for _ in range(5):
             self.check()
             logger.debug("%s", what)
-            request = Request(url, data, headers, method=method)
-            request.call = self
+            request: Any = urllib.request.Request(url, data, headers, method=method)
+            request.call = self  # for Connections
             try:
                 with self.svacer.opener.open(request, timeout=self.settings.timeout) as response:
                     return self.decoded(response, read, what)
@@ -684,7 +668,7 @@ class Call:
                 raise self.lost(what, error) from None
         raise ToolFailure("bad_response", f"{what}: Svacer redirects in a loop", ANSWERS[3][3])
 
-    def decoded(self, response: Any, read: Callable[[JsonStream], T], what: str) -> T:
+    def decoded(self, response: Any, read: Reader[T], what: str) -> T:
         """What `read` makes of a response's JSON; an empty body counts as null."""
         endless = response.length is None and not response.chunked  # it ends with its connection
         try:
@@ -728,7 +712,7 @@ class Call:
                     break
         said = self.scrub(words(body), 300)
         pause = retry_after(error.headers.get("Retry-After") or "")
-        if pause:
+        if pause and retry:
             advice = f"Wait {math.ceil(pause)} seconds, then call again."
         message = f"{what}: Svacer answered {error.code}" + (f", {said!r}" if said else "")
         return ToolFailure(code, message, advice, retry=retry, again=again, pause=pause,
@@ -758,10 +742,6 @@ class Call:
             for spelling in sorted(spellings, key=len, reverse=True):
                 text = text.replace(spelling, "***")
         return shorten(text, most)
-
-
-class Request(urllib.request.Request):
-    call: Call
 
 
 class Tracked:
@@ -846,8 +826,6 @@ def segment(text: str) -> str:
 # ---- The shape of results ------------------------------------------------------------------------
 
 Marker = dict[str, Any]
-
-
 UNREVIEWED = ("Unspecified", "Undecided")
 
 
@@ -877,29 +855,24 @@ def review_of(marker: Marker) -> tuple[str, str]:
 class Page:
     """The part of a list that a result shows, as JSON; what is not shown is only counted."""
 
-    def __init__(self, show: Callable[[Any], Any], limit: int, offset: int = 0,
-                 room: float = math.inf):
-        self.show, self.offset, self.room = show, offset, room
+    def __init__(self, show: Callable[[Any], Any], limit: int, offset: int = 0):
+        self.show, self.offset = show, offset
         self.stop = offset + limit if limit else math.inf
-        self.total, self.size = 0, 0
+        self.total = 0
         self.items: list[str] = []
 
     def fill(self, items: Iterable[Any]) -> Page:
         for place, item in enumerate(items):
             if self.offset <= place < self.stop:
-                text = encode(self.show(item))
-                if self.items and self.size + len(text) >= self.room:
-                    self.stop = place
-                else:
-                    self.items.append(text)
-                    self.size += len(text) + 1
+                self.items.append(encode(self.show(item)))
             self.total = place + 1
         return self
 
     def fit(self, room: float) -> None:
         """Drops items at the end until the rest fits; the first one stays."""
-        while self.size > room and len(self.items) > 1:
-            self.size -= len(self.items.pop()) + 1
+        size = len(self.listed())
+        while size > room and len(self.items) > 1:
+            size -= len(self.items.pop()) + 1
 
     @property
     def next(self) -> int | None:
@@ -937,8 +910,10 @@ def literal(text: str) -> str:
     return re.sub(r"[\\.^$|?*+()\[\]{}]", r"\\\g<0>", text)
 
 
-def any_case(text: str) -> str:
-    return "".join(f"[{c.upper()}{c.lower()}]" if c.isalpha() else literal(c) for c in text)
+def any_spelling(text: str) -> str:
+    """A regular expression for all that `fold` makes the same of."""
+    gap = "[\\s_'\u2019-]*"
+    return gap + "".join(f"[{c.upper()}{c}]{gap}" for c in fold(text))
 
 
 def filters_for_svacer(args: Mapping[str, Any]) -> dict[str, str]:
@@ -949,7 +924,7 @@ def filters_for_svacer(args: Mapping[str, Any]) -> dict[str, str]:
     if args["file"]:
         found["file"] = "|".join(map(literal, args["file"]))
     if args["review"] and "Undecided" not in args["review"]:  # which is also: no review at all
-        found["review"] = rf"^({'|'.join(map(any_case, args['review']))})$"
+        found["review"] = rf"^({'|'.join(map(any_spelling, args['review']))})$"
     return found
 
 
@@ -959,9 +934,9 @@ def filters_applied_here(args: Mapping[str, Any]) -> Callable[[Marker], bool] | 
 
     def passes(marker: Marker) -> bool:
         severity, status = review_of(marker)
-        return ((not ids or marker.get("id") in ids)
-                and (not severities or canonical(severity, SEVERITIES) in severities)
-                and (not statuses or canonical(status, STATUSES) in statuses))
+        return ((not ids or str(marker.get("id")) in ids)
+                and (not severities or canonical(str(severity), SEVERITIES) in severities)
+                and (not statuses or canonical(str(status), STATUSES) in statuses))
 
     return passes if severities or statuses or ids else None
 
@@ -986,8 +961,6 @@ COMMIT = re.compile("[0-9a-fA-F]{7,64}")
 NO_COMMIT = re.compile("ref|branch|tag|before|parent|time|date|count|number|author|title|message")
 # A hash at the start of a name has both letters and digits, unlike a date or a word.
 COMMIT_FIRST = re.compile(r"(?=\d*[a-f])(?=[a-f]*\d)([0-9a-f]{7,40})(?![^\s_.,:-])")
-
-
 TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:\d\d)?")
 
 
@@ -1033,10 +1006,8 @@ def known_id(argument: str, text: str) -> str | None:
     return found[1].lower()
 
 
-def pick(argument: str, text: str, candidates: Iterable[tuple[str, Any]], source: str) -> str:
+def pick(argument: str, text: str, candidates: Iterable[tuple[str, Any]]) -> str:
     """The id of the candidate (id, name) that a text names; case counts only where it must."""
-    import difflib  # seldom needed
-
     named = [(key, str(name)) for key, name in candidates]
     found: list[tuple[str, str]] = []
     for spelled in (str, str.casefold):
@@ -1050,6 +1021,7 @@ def pick(argument: str, text: str, candidates: Iterable[tuple[str, Any]], source
 
     closest = sorted(found or named, key=likeness, reverse=True)[:20]
     code, did = ("invalid_argument", "names several") if found else ("not_found", "names none")
+    source = "get_snapshots" if "snapshot" in argument else "get_projects"
     raise ToolFailure(
         code, f"{argument} {shorten(text)!r} {did} of those that Svacer has",
         f"Pass the id of one of the candidates, or call {source}.", argument=argument,
@@ -1077,17 +1049,14 @@ class Names:
     def project(self) -> str:
         text = self.args["project_id"]
         return known_id("project_id", text) or pick(
-            "project_id", text, ((p["project_id"], p["project_name"]) for p in self.projects),
-            "get_projects")
+            "project_id", text, ((p["project_id"], p["project_name"]) for p in self.projects))
 
     @functools.cached_property
     def branch(self) -> str:
         text = self.args["branch_id"]
         return known_id("branch_id", text) or pick(
-            "branch_id", text,
-            ((b["branch_id"], b["branch_name"]) for p in self.projects
-             if p["project_id"] == self.project for b in p["branches"]),
-            "get_projects")
+            "branch_id", text, ((b["branch_id"], b["branch_name"]) for p in self.projects
+                                if p["project_id"] == self.project for b in p["branches"]))
 
     def snapshot(self, argument: str = "snapshot_id") -> str:
         text = self.args[argument]
@@ -1099,14 +1068,10 @@ class Names:
                 " by name takes project_id and branch_id",
                 "Pass project_id and branch_id too, or an id from get_snapshots.",
                 argument=argument)
-        place = {"latest": 0, "previous": 1}.get(text.casefold())
-        if place is None:
-            named = ((row["snapshot_id"], row["name"]) for row in self.snapshots)
-            return pick(argument, text, named, "get_snapshots")
-        if place >= len(self.snapshots):
-            raise ToolFailure("not_found", f"{argument}: the branch has no {text} snapshot",
-                              "Call get_snapshots to see what it has.", argument=argument)
-        return str(self.snapshots[place]["snapshot_id"])
+        for word, row in zip(("latest", "previous"), self.snapshots):  # noqa: B905  # as many as are
+            if text.casefold() == word:
+                return str(row["snapshot_id"])
+        return pick(argument, text, ((row["snapshot_id"], row["name"]) for row in self.snapshots))
 
 
 # ---- Parameters ----------------------------------------------------------------------------------
@@ -1121,7 +1086,7 @@ class Param:
     default: Any = None
     allowed: tuple[Any, ...] = ()
     in_schema: bool = True  # whether the schema lists what is allowed
-    split: bool = True  # whether a string is split at commas to make a list
+    split: bool = True  # whether strings are stripped, and split at commas to make a list
     least: int = 0
 
     def schema(self) -> dict[str, Any]:
@@ -1150,7 +1115,9 @@ def as_text(param: Param, value: Any) -> str:
 def as_list(param: Param, value: Any) -> list[str] | None:
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
-            value = json.loads(value)
+            listed = json.loads(value)
+            if param.split or all(isinstance(part, str) for part in listed):
+                value = listed
     parts = [as_text(param, part) for part in (value if isinstance(value, list) else [value])
              if part is not None]
     if param.split:
@@ -1187,10 +1154,6 @@ KINDS: dict[str, tuple[str, Callable[[Param, Any], Any]]] = {
 }
 
 
-def limit(about: str) -> Param:
-    return Param("limit", "count", about)
-
-
 PROJECT = Param("project_id", "text", "Id, name or link.")
 BRANCH = Param("branch_id", "text", "Id, name or link.")
 SNAPSHOT = Param("snapshot_id", "text", "Id, name, link, latest or previous.")
@@ -1211,12 +1174,13 @@ FILTERS = {param.name: param for param in (
     Param("review_history", "flag", "Add review history. Default: false.", False),
     Param("comment_history", "flag", "Add comments. Default: false.", False),
     Param("custom_filter", "text", "Filter saved in Svacer. Default: none."),
-    limit("Most markers, 0 = all. Default: 30."),
+    Param("limit", "count", "Most markers, 0 = all. Default: 30."),
     FIELDS,
     Param("ids", "list", "Marker ids. Default: all."),
     Param("offset", "count", "Markers to skip. Default: 0.", 0),
 )}
-WARNING_LIMIT = limit("Most warnings, 0 = all. Default: 30, with traces or history 8.")
+WARNING_LIMIT = Param(
+    "limit", "count", "Most warnings, 0 = all. Default: 30, with traces or history 8.")
 
 SYNONYMS = {
     "checker": "warnClass", "detector": "warnClass", "rule": "warnClass", "status": "review",
@@ -1235,7 +1199,12 @@ def read_arguments(required: Iterable[Param], optional: Iterable[Param],
         if name in INJECTED:
             continue
         if name not in known:
-            raise unknown_argument(name, known)
+            close = difflib.get_close_matches(SYNONYMS.get(name, name), known, 1, 0.4)
+            raise ToolFailure(
+                "invalid_argument", f"there is no argument {shorten(name)!r}"
+                + (f"; {close[0]} is the closest" if close else ""),
+                f"Call again with {close[0]} instead." if close else "Call again without it.",
+                argument=name, allowed=list(known))
         if value not in (None, "", []):
             value = KINDS[known[name].kind][1](known[name], value)
         if value not in (None, "", []):
@@ -1246,17 +1215,6 @@ def read_arguments(required: Iterable[Param], optional: Iterable[Param],
                           "Take project_id and branch_id from get_projects, snapshot_id from "
                           "get_snapshots, file_path from get_markers.", argument=missing[0])
     return values
-
-
-def unknown_argument(name: str, known: Iterable[str]) -> ToolFailure:
-    import difflib  # seldom needed
-
-    close = difflib.get_close_matches(SYNONYMS.get(name, name), list(known), 1, 0.4)
-    return ToolFailure(
-        "invalid_argument", f"there is no argument {shorten(name)!r}"
-        + (f"; {close[0]} is the closest" if close else ""),
-        f"Call again with {close[0]} instead." if close else "Call again without it.",
-        argument=name, allowed=list(known))
 
 
 # ---- Tools ---------------------------------------------------------------------------------------
@@ -1278,7 +1236,6 @@ def projects(call: Call) -> list[dict[str, Any]]:
         return value
 
     def read(stream: JsonStream) -> list[dict[str, Any]]:
-        rows = (stream.value() for _ in stream.array())
         return [{
             "project_id": usable_id(row["project"]["id"]),
             "project_name": row["project"].get("name"),
@@ -1286,7 +1243,7 @@ def projects(call: Call) -> list[dict[str, Any]]:
             "created_by": person(row["project"].get("created_by")),
             "branches": [{"branch_id": usable_id(branch["id"]), "branch_name": branch.get("name"),
                           "created": branch.get("time")} for branch in row.get("branches") or []],
-        } for row in rows]
+        } for row in stream.values()]
 
     return call.get("/api/public/projects", read)
 
@@ -1298,7 +1255,6 @@ def snapshots(call: Call, project: str, branch: str, name: str = "") -> list[dic
     """
 
     def read(stream: JsonStream) -> dict[str, dict[str, Any]]:
-        wrappers = (stream.value() for _ in stream.array())
         return {row["id"]: {
             "snapshot_id": usable_id(row["id"]),
             "name": row.get("name"),
@@ -1306,7 +1262,7 @@ def snapshots(call: Call, project: str, branch: str, name: str = "") -> list[dic
             "commit_hash": commit_hash(row.get("details"), str(row.get("name"))),
             "markers_count": None,
             "link": row.get("link"),
-        } for wrapper in wrappers for row in wrapper.get("snapshots") or []}
+        } for wrapper in stream.values() for row in wrapper.get("snapshots") or []}
 
     place, found = {"project": {"id": project}, "branch": {"id": branch}}, dict[str, Any]()
     for pattern in dict.fromkeys((literal(name), name)):
@@ -1361,6 +1317,7 @@ def full_markers(names: Names) -> str:
 
 
 def watch(call: Call, stream: JsonStream) -> None:
+    """Makes what has been read of the stream the progress of the call."""
     call.progress = lambda: (stream.read, None, f"{stream.read / 1e6:.1f} MB read")
 
 
@@ -1372,9 +1329,9 @@ def get_project_stats(call: Call, args: Args) -> str:
     counts = call.get(full_markers(Names(call, args)), read)
     severities, statuses, checkers = Counter[str](), Counter[str](), Counter[str]()
     for ((severity, status), checker), count in counts.items():
-        severities[canonical(severity, SEVERITIES)] += count
-        statuses[canonical(status, STATUSES)] += count
-        checkers[checker] += count
+        severities[canonical(str(severity), SEVERITIES)] += count
+        statuses[canonical(str(status), STATUSES)] += count
+        checkers[str(checker)] += count
     return encode({"total_warnings": sum(counts.values()), "by_severity": by_count(severities),
                    "by_review_status": by_count(statuses), "by_checker": by_count(checkers)})
 
@@ -1402,7 +1359,7 @@ def marker_list(call: Call, args: Args, key: str, path: str, filters: dict[str, 
     def read(stream: JsonStream) -> Page:
         watch(call, stream)
         markers = filter(passes, each(stream)) if passes else each(stream)
-        return Page(show, limit, args["offset"], room).fill(markers)
+        return Page(show, limit, args["offset"]).fill(markers)
 
     flags = {name: args[name] for name in ON_REQUEST.values()}
     page = call.get(path, read, filters=filters, custom_filter=args["custom_filter"], **flags)
@@ -1440,7 +1397,7 @@ def get_diff(call: Call, args: Args) -> str:
 
     def read(stream: JsonStream) -> tuple[dict[str, Any], dict[str, Page]]:
         watch(call, stream)
-        stats, pages = None, {name: Page(show, limit, room=room) for name in wanted}
+        stats, pages = None, {name: Page(show, limit) for name in wanted}
         for key in stream.object():
             if key == "markers" and level:
                 for category in stream.object():
@@ -1480,20 +1437,22 @@ def get_advanced_file_preview(call: Call, args: Args) -> str:
         "/api/public/advanced_file_preview", read, file=args["file_path"],
         snapshot=Names(call, args).snapshot(), line=line, before=before,
         after=99999 if after is None else after, output="json")
-    if after is None and len(encode(result)) > BUDGET - AROUND:
-        lines, kept, size = re.findall(r"[^\n]*\n|[^\n]+", result["content"]), 0, AROUND
-        while kept < len(lines) and (not kept or size + len(encode(lines[kept])) <= BUDGET):
-            size += len(encode(lines[kept])) - 2
-            kept += 1
-        result["content"] = "".join(lines[:kept])
+    if after is None:
+        lines = re.findall(r"[^\n]*\n|[^\n]+", result["content"])
+        sizes = accumulate(len(encode(text)) - 2 for text in lines)
+        kept = max(1, sum(size <= BUDGET - AROUND for size in sizes))
         if kept < len(lines):
-            result |= {"truncated": True, "next_line": result["start_line"] + kept}
+            result |= {"content": "".join(lines[:kept]), "truncated": True,
+                       "next_line": result["start_line"] + kept}
     return encode(result)
 
 
 def get_project_groups(call: Call, args: Args) -> str:
     def group(stream: JsonStream) -> dict[str, Any]:
         answer = stream.value()
+        if answer is None:  # an empty body: nothing found
+            raise ToolFailure("not_found", f"there is no group {shorten(args['name_or_id'])!r}",
+                              ANSWERS[404][3], argument="name_or_id")
         return {key: answer[key] for key in ("project_group_id", "project_group_name")}
 
     def members(stream: JsonStream) -> list[dict[str, Any]]:
@@ -1502,9 +1461,9 @@ def get_project_groups(call: Call, args: Args) -> str:
         return [{"id": row["id"], "name": row.get("name")} for row in rows]
 
     wanted = {"action": "get", "project_group_name_or_id": args["name_or_id"]}
-    found = call.post("/api/public/admin/server/project-groups", wanted, group)
+    found = call.authorized("POST", "/api/public/admin/server/project-groups", group, wanted)
     wanted = {"action": "list", "type": "project", "parent": found["project_group_id"]}
-    listed = call.post("/api/public/admin/server/containers", wanted, members)
+    listed = call.authorized("POST", "/api/public/admin/server/containers", members, wanted)
     return encode({**found, "projects": listed})
 
 
@@ -1538,7 +1497,7 @@ TOOLS = {
         "Snapshots of a branch, newest first, with markers counted.",
         (PROJECT, BRANCH),
         (Param("name_filter", "text", "Substring or regex of the name. Default: all."),
-         limit("Most snapshots. Default: 0 = all."))),
+         Param("limit", "count", "Most snapshots. Default: 0 = all."))),
     "get_project_stats": Tool(
         get_project_stats, "Snapshot statistics",
         "Totals of a snapshot by severity, review status and checker.",
@@ -1559,12 +1518,13 @@ TOOLS = {
                "Newer snapshot. Default: base against the one before it."),
          Param("level", "count", "0 statistics, 1 ids too, 2 markers. Default: 0.", 0,
                allowed=(0, 1, 2)),
-         CHECKER_INFO, limit("Most markers per category, 0 = all. Default: 20."), FIELDS,
+         CHECKER_INFO, Param("limit", "count", "Most markers per category, 0 = all. Default: 20."),
+         FIELDS,
          Param("categories", "list", "Lists of markers. Default: all.", allowed=CATEGORIES),
          *NAMING)),
     "get_advanced_file_preview": Tool(
         get_advanced_file_preview, "Show source code", "Lines of a source file in a snapshot.",
-        (SNAPSHOT, Param("file_path", "text", "Path exactly as in a marker's file.")),
+        (SNAPSHOT, Param("file_path", "text", "Path exactly as in a marker's file.", split=False)),
         (Param("line", "count", "Central line, from 1. Default: 1.", 1, least=1),
          Param("before", "count", "Lines before it. Default: 0.", 0),
          Param("after", "count", "Lines after it. Default: to the end of the file."),
@@ -1593,11 +1553,8 @@ def answer(call: Call, name: str, given: Mapping[str, Any]) -> tuple[str, bool]:
                            "Try other arguments; the log on stderr has details.").text(), True
 
 
-Report = Callable[[float, "float | None", str], Awaitable[None]]
-
-
 async def perform(svacer: Svacer, name: str, given: Mapping[str, Any],
-                  report: Report) -> tuple[str, bool]:
+                  report: Callable[..., Awaitable[None]]) -> tuple[str, bool]:
     """Runs a tool in a worker thread, which ends with the call: by itself, late or cancelled."""
     call, told = Call(svacer), 0.0
     svacer.running += 1
@@ -1605,7 +1562,7 @@ async def perform(svacer: Svacer, name: str, given: Mapping[str, Any],
     try:
         while not running.done() and call.left():
             await asyncio.wait([running], timeout=min(0.4, call.left()))
-            done, total, message = call.progress() if call.progress else (0.0, None, "")
+            done, total, message = call.progress()
             if done > told:
                 told = done
                 await report(done, total, message)
@@ -1736,17 +1693,16 @@ def guard(app: Any, settings: Settings) -> Any:
     from starlette.responses import JSONResponse
 
     token = (settings.mcp_token or "").encode()
-    public = urlsplit(settings.public_url)
-    known = {origin_of(settings.public_url), *settings.mcp_allowed_origins}
+    resource = settings.mcp_resource_url or f"http://localhost:{settings.http_port}"
+    public, known = urlsplit(resource), {origin_of(resource), *settings.mcp_allowed_origins}
     challenge = ('Bearer realm="svacer_mcp", {}resource_metadata='
                  f'"{public.scheme}://{public.netloc}{METADATA}{public.path}"')
     # No authorization server is named, because there is none: the token is a shared secret.
-    metadata = {"resource": settings.public_url, "bearer_methods_supported": ["header"]}
+    metadata = {"resource": resource, "bearer_methods_supported": ["header"]}
 
-    def foreign(origin: bytes) -> bool:
+    def foreign(url: str) -> bool:
         with suppress(ValueError):
-            host, full = urlsplit(origin.decode("latin-1")).hostname, origin.decode("latin-1")
-            return not is_loopback(host or "") and origin_of(full) not in known
+            return origin_of(url) not in known and not is_loopback(urlsplit(url).hostname or "")
         return True
 
     def refusal(method: str, path: str, headers: Mapping[bytes, bytes]) -> Any:
@@ -1758,7 +1714,7 @@ def guard(app: Any, settings: Settings) -> Any:
             return JSONResponse(metadata)
         if path != "/mcp":
             return JSONResponse({"error": "not found: the MCP endpoint is /mcp"}, 404)
-        if b"origin" in headers and foreign(headers[b"origin"]):
+        if b"origin" in headers and foreign(headers[b"origin"].decode("latin-1")):
             return JSONResponse({"error": "requests from this Origin are not allowed"}, 403)
         if scheme.lower() != b"bearer" or not hmac.compare_digest(sent.strip(), token):
             reason = challenge.format('error="invalid_token", ' if sent else "")
@@ -1878,8 +1834,7 @@ def as_utf8(text: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status, or ends the process when it has served."""
     table = "\n".join(
-        f"  {variable_of(item):<28}{item.metadata['about']}"
-        + (f" [{item.default:g}]" if isinstance(item.default, float) else "")
+        f"  {'SVACER_' + item.name.upper():<28}{item.metadata['about']}"
         + (f" [{item.default}]" if isinstance(item.default, (str, int)) else "")
         for item in fields(Settings))
     parser = argparse.ArgumentParser(
@@ -1908,8 +1863,10 @@ The variables can also be lines of the file .env here or beside svacer_mcp.py.""
     svacer = Svacer(settings)
     if options.check or options.call:
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # a TextIOWrapper
-        return check(svacer) if options.check else call_once(
+        status = check(svacer) if options.check else call_once(
             svacer, options.call[0], as_utf8(" ".join(options.call[1:]) or "{}"))
+        sys.stdout.flush()
+        os._exit(status)
     try:
         status = serve_http(svacer) if settings.transport == "http" else serve_stdio(svacer)
     except ModuleNotFoundError as error:

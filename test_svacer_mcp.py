@@ -1826,16 +1826,18 @@ def test_every_value_finds_as_many_as_the_statistics_count(
 def test_reviews_in_another_case_count_as_the_same() -> None:
     rows = [marker("A", "/f.c", n, "m", review={"status": status, "severity": severity})
             for n, (status, severity) in enumerate((
-                ("Confirmed", "Critical"), ("CONFIRMED", "critical"), ("won't fix", "MAJOR"),
-                ("To do", "Blocker"), ("undecided", None)))]
+                ("Confirmed", "Critical"), ("CONFIRMED", "critical"), ("won\u2019t  fix", "MAJOR"),
+                ("FalsePositive", 7), ("To do", "Blocker"), ("undecided", None)))]
     with FakeSvacer([Branch("p", [Snapshot("s", rows)])]) as fake:
         svacer = in_process(fake)
         place = {"project_id": "p", "branch_id": "master", "snapshot_id": "s"}
         stats = ask(svacer, "get_project_stats", **place)
         assert stats["by_review_status"] == {
-            "Confirmed": 2, "To do": 1, "Undecided": 1, "Won't fix": 1}
-        assert stats["by_severity"] == {"Critical": 2, "Blocker": 1, "Major": 1, "Unspecified": 1}
-        for status, count in (("Confirmed", 2), ("Won't fix", 1), ("Undecided", 1)):
+            "Confirmed": 2, "False Positive": 1, "To do": 1, "Undecided": 1, "Won't fix": 1}
+        assert stats["by_severity"] == {
+            "Critical": 2, "7": 1, "Blocker": 1, "Major": 1, "Unspecified": 1}
+        for status, count in (("Confirmed", 2), ("Won't fix", 1), ("False Positive", 1),
+                              ("Undecided", 1)):
             assert ask(svacer, "get_markers", **place, review=status)["total_count"] == count
 
 
@@ -1848,6 +1850,7 @@ def test_reviews_in_another_case_count_as_the_same() -> None:
     ("darpa", {"file": "a+b[1].c"}, 13),
     ("darpa", {"file": ["a+b[1].c", "КАПЧА"]}, 25),
     ("darpa", {"file": "a.b"}, 0),
+    ("darpa", {"file": "[1]"}, 13),
     ("darpa", {"file": "^/"}, 0),
     ("darpa", {"file": "КАПЧА", "severity": "Major"}, 0),
     ("darpa", {"file": "aab1", "severity": "Major", "review": "Undecided"}, 1),
@@ -2071,6 +2074,9 @@ def test_times_are_compared_as_times(earlier: Any, later: Any) -> None:
     ("containers", {"containers": [{"id": "p", "name": "n", "x": 1}]}, "get_project_groups", {
         "project_group_id": LINUX_TOOLS, "project_group_name": "Linux Tools",
         "projects": [{"id": "p", "name": "n"}]}),
+    ("markers", [{"markers": [{"id": 5}]}], "get_markers", {
+        "total_count": 1, "returned_count": 1, "truncated": False, "filters_applied": {},
+        "markers": [{**dict.fromkeys(svacer_mcp.DEFAULT_FIELDS), "id": 5}]}),
     ("containers", None, "get_project_groups", {
         "project_group_id": LINUX_TOOLS, "project_group_name": "Linux Tools", "projects": []}),
     ("diff", {"markers": None, "stats": {"new": 0}}, "get_diff", {"stats": {"new": 0}}),
@@ -2084,6 +2090,21 @@ def test_what_versions_of_svacer_answer_differently(
              "name_or_id": "Linux Tools"}
     given = {param.name: takes[param.name] for param in svacer_mcp.TOOLS[tool].required}
     assert ask(in_process(fake), tool, **given) == expected
+
+
+def test_a_call_from_the_command_line_ends_in_its_time(fake: FakeSvacer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never shakes hands
+        url = f"https://127.0.0.1:{silent.getsockname()[1]}"
+        started = time.monotonic()
+        status, out, _ = command(url, "--call", "get_projects", SVACER_CALL_TIMEOUT=1)
+    assert (status, json.loads(out)["error"]["code"]) == (1, "timeout")
+    assert time.monotonic() - started < 15  # SVACER_TIMEOUT is 30
+
+
+def test_no_group_is_not_found(fake: FakeSvacer) -> None:
+    fake.fault("groups$", status=204)
+    error = refusal(in_process(fake), "get_project_groups", name_or_id="x")
+    assert (error["code"], error["argument"]) == ("not_found", "name_or_id")
 
 
 def test_no_content_counts_as_nothing() -> None:
@@ -2197,6 +2218,12 @@ def test_an_env_file_fills_in_what_the_environment_does_not_set(
 ])
 def test_a_url_is_cut_to_its_base(given: str, url: str) -> None:
     assert settings_from(SVACER_URL=given).url == url
+
+
+def test_a_token_that_cannot_be_read_is_told_once() -> None:
+    with pytest.raises(svacer_mcp.SettingsError) as caught:
+        settings_from(SVACER_TRANSPORT="http", SVACER_MCP_TOKEN_FILE="/nowhere")
+    assert re.fullmatch("svacer_mcp: SVACER_MCP_TOKEN_FILE is '/nowhere', .*", str(caught.value))
 
 
 def test_secrets_come_from_files(tmp_path: Path) -> None:

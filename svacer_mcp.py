@@ -423,7 +423,9 @@ class JsonStream:
         first = self.beginning(self.text, self.at)
         if not first or self.text is self.mixed:
             return []
-        last = self.text.rfind(first[0], self.at + 1, self.at + CHUNK)
+        while (last := self.text.rfind(first[0], self.at + 1, self.at + CHUNK)) < 0:
+            if len(self.text) - self.at > CHUNK or not self.more():
+                break
         whole = self.text[self.at:max(last, self.at)].rstrip(" \t\n\r")
         if not whole.endswith(","):
             return []

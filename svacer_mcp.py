@@ -255,9 +255,10 @@ def read_secret(path: str) -> str:
 def load_settings(environ: Mapping[str, str], env_file: str | None = None) -> Settings:
     """Settings from the environment, completed from a .env file.
 
-    The file is `env_file`, else the first that sets a SVACER_ variable: .env in the working
-    directory, .env beside this module. Blank values and ${NAME} placeholders count as not set.
-    Raises SettingsError, which names every wrong setting.
+    The file is `env_file`, else the first that sets a SVACER_ variable (clients start the server
+    in folders with a .env of their own): .env in the working directory, .env beside this module.
+    Blank values and ${NAME} placeholders count as not set. Raises SettingsError, which names
+    every wrong setting.
     """
     wrong: list[str] = []
     given: dict[str, str] = {}

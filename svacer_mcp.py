@@ -29,6 +29,7 @@ import base64
 import codecs
 import difflib
 import functools
+import gc
 import gzip
 import hmac
 import http.client
@@ -1772,8 +1773,11 @@ def serve_http(svacer: Svacer) -> int:
     for signaled in (signal.SIGTERM, signal.SIGINT):  # which uvicorn raises again when it is done
         signal.signal(signaled, lambda number, frame: None)
     _, make_app = make_server(svacer)
+    app = guard(make_app(), svacer.settings)
+    gc.collect()
+    gc.freeze()  # the SDK's many objects are here to stay: no need to look through them again
     config = uvicorn.Config(
-        guard(make_app(), svacer.settings), log_config=None, access_log=False, ws="none",
+        app, log_config=None, access_log=False, ws="none",
         server_header=False, timeout_graceful_shutdown=4,
         timeout_keep_alive=75)  # longer than a reverse proxy keeps an idle connection
     print(f"svacer_mcp {VERSION}: http://{host}:{number}/mcp", file=sys.stderr, flush=True)

@@ -1766,6 +1766,7 @@ def serve_http(svacer: Svacer) -> int:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, number), family=family, backlog=1024)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which asyncio forgets here
     except OSError as error:
         print(f"svacer_mcp: cannot listen on SVACER_HTTP_HOST {host}, SVACER_HTTP_PORT {number}: "
               f"{error.strerror}.", file=sys.stderr)

@@ -3417,6 +3417,7 @@ BODIES = [text.encode() for text in (
     '[0,-0.0,1.5e+10,-2E-3,10,true,false,null,12.75]',
     '["é","Ж","€","😀","\\ud83d\\ude00","\\u0416","\\\\","\\"","\\n\\/","]},:["]',
     '[{"project":"п","markers":[{"id":"a","line":12},{"id":"б","msg":"\\u044f\\\\"}],"x":[[1],{}]}]',
+    '[{"a":[{"a":1},{"a":"},{"}]},{"a":[{"a":2}]} ,\n{"a":3},{"b":4,"c":[{"a":5}]},{"b":6}]',
 )]
 FRAMINGS = list(itertools.product(("length", "chunked", "close"), ("plain", "gzip")))
 
@@ -3661,8 +3662,8 @@ def test_a_diff_is_read_in_any_order_and_with_null_lists(
 
 
 @pytest.mark.parametrize("how", [
-    {"chunked": True, "piece": 1}, {"chunked": True, "piece": 4099}, {"no_length": True},
-    {"piece": 13}, {"piece": 1009, "drip": 0.001}], ids=str)
+    {"chunked": True, "piece": 11}, {"chunked": True, "piece": 4099}, {"no_length": True},
+    {"piece": 13}, {"piece": 5003, "drip": 0.001}], ids=str)
 def test_markers_are_the_same_however_they_are_sent(
         fake: FakeSvacer, how: dict[str, Any]) -> None:
     for fake.use_gzip in (True, False):
@@ -3818,7 +3819,7 @@ def test_counts_that_come_late_are_null(many: FakeSvacer) -> None:
 
     many.fault("markers$", times=5)
     many.fault("markers$", delay=60)
-    svacer = in_process(many, SVACER_CALL_TIMEOUT=3)
+    svacer = in_process(many, SVACER_CALL_TIMEOUT=2)
     text, failed = anyio.run(svacer_mcp.perform, svacer, "get_snapshots", BRANCH_OF_MANY, report)
     rows = json.loads(text)
     assert (failed, len(rows), [row["name"] for row in rows[:2]]) == (
@@ -3889,8 +3890,8 @@ def messages(request: pytest.FixtureRequest) -> Iterator[Any]:
 def test_progress_is_told_a_few_times_a_second_if_asked_for(messages: Any) -> None:
     fake, call = messages
     for tool, args, fault, total, says in (
-            ("get_project_stats", LATEST, {"piece": 1 << 15, "drip": 0.1}, None, "MB read"),
-            ("get_warnings", LATEST, {"piece": 1 << 15, "drip": 0.1}, None, "MB read"),
+            ("get_project_stats", LATEST, {"piece": 1 << 15, "drip": 0.08}, None, "MB read"),
+            ("get_warnings", LATEST, {"piece": 1 << 15, "drip": 0.08}, None, "MB read"),
             ("get_snapshots", BRANCH_OF_MANY, {"delay": 0.4}, 20, "snapshots counted")):
         fake.clear()
         fake.fault("markers$", **fault)
@@ -4139,12 +4140,15 @@ def growth(fake: Fake, *calls: tuple[str, dict[str, Any]]) -> float:
         status = Path(f"/proc/{wire.process.pid}/status").read_text()
         return int(re.findall(r"VmHWM:\s+(\d+)", status)[0]) / 1024
 
-    with fake.server() as server:
-        server.ask("tools/list")
-        idle = peak(server)
-        for tool, args in calls * 2:
-            call(server, tool, **args)
-        return peak(server) - idle
+    grown = []
+    for _ in range(2):  # the lesser of two, for what else an allocator does
+        with fake.server() as server:
+            server.ask("tools/list")
+            idle = peak(server)
+            for tool, args in calls * 2:
+                call(server, tool, **args)
+            grown.append(peak(server) - idle)
+    return min(grown)
 
 
 def measure_memory(sizes: Sequence[int], fake: Fake) -> None:
@@ -4162,7 +4166,7 @@ def measure_memory(sizes: Sequence[int], fake: Fake) -> None:
     with Fake("--huge", sizes[1]) as larger:
         large = growth(larger, *listings)
     show("huge memory, MB", large, 12, f"{sizes[1]:,} markers, three tools")
-    show("huge memory, growth between, MB", large - small, 1, "the noise of an allocator is 1")
+    show("huge memory, growth between, MB", large - small, 1, "an allocator's noise is less")
 
 
 def measure_many(runs: int, fake: Fake, count: int) -> None:
@@ -4180,11 +4184,14 @@ def measure_many(runs: int, fake: Fake, count: int) -> None:
                 stopwatch(call, server, "get_snapshots", **place) for _ in range(runs)))
             return first
 
-    with Raw(fake) as raw:
-        ours, theirs, one = best(runs, first_call, lambda: raw.seconds(*urls),
-                                 lambda: min(raw.seconds(listing) for _ in range(runs)))
+    with Raw(fake) as raw, bare() as other:
+        ours, theirs, one, trivial = best(
+            runs, first_call, lambda: raw.seconds(*urls),
+            lambda: min(raw.seconds(listing) for _ in range(runs)),
+            lambda: min(stopwatch(call, other, "wait") for _ in range(runs)))
     compare(f"many, first call, {count} snapshots", 1, ours, theirs)
-    compare("many, second call", 2, min(again[1:]), one)
+    show("many, second call", min(again[1:]) / one, 2, f"{1000 * min(again[1:]):.1f} ms against "
+         f"{1000 * one:.1f} ms; a call that does nothing takes {1000 * trivial:.1f} ms")
     with FakeSvacer([synthetic("many", count, 1)]) as counted:
         svacer = in_process(counted)
         ask(svacer, "get_snapshots", **place)
@@ -4193,45 +4200,45 @@ def measure_many(runs: int, fake: Fake, count: int) -> None:
         show("many, second call, requests", len(counted.log), 1, "")
 
 
-CLIENTS = 32
+def rate(url: str, clients: int, calls: int, tool: str, args: Mapping[str, Any],
+         health: list[float]) -> float:
+    """Calls per second of clients that each make so many, one after another, on a connection.
 
-
-def rate(url: str, calls: int, tool: str, args: Mapping[str, Any]) -> float:
-    """Calls per second of clients that each make so many, one after another, on a connection."""
+    `health` gets the seconds that answers from /health took meanwhile.
+    """
     body = dumps({"jsonrpc": "2.0", "id": 1, "method": "tools/call",
                   "params": {"name": tool, "arguments": args}})
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}",
                "Accept": "application/json, text/event-stream"}
+    address, done = ("127.0.0.1", urlsplit(url).port), threading.Event()
 
     def client(_: int) -> None:
-        with closing(http.client.HTTPConnection("127.0.0.1", urlsplit(url).port)) as connection:
+        with closing(http.client.HTTPConnection(*address)) as connection:
             for _ in range(calls):
                 connection.request("POST", "/mcp", body, headers)
                 reply = connection.getresponse()
                 text = reply.read()
                 assert reply.status == 200 and b'"isError":true' not in text, text
 
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        return CLIENTS * calls / stopwatch(lambda: [*pool.map(client, range(CLIENTS))])
+    def look() -> None:
+        while not done.wait(0.02):
+            with closing(http.client.HTTPConnection(*address)) as connection:
+                begin = time.perf_counter()
+                connection.request("GET", "/health")
+                connection.getresponse().read()
+                health.append(time.perf_counter() - begin)
+
+    with ThreadPoolExecutor(clients + 1) as pool:
+        pool.submit(look)
+        try:
+            return clients * calls / stopwatch(lambda: [*pool.map(client, range(clients))])
+        finally:
+            done.set()
 
 
 def measure_load(runs: int, calls: int) -> None:
     port, health = free_port(), list[float]()
     other = f"http://127.0.0.1:{port}"
-
-    def ours() -> float:
-        done = threading.Event()
-
-        def look() -> None:
-            while not done.wait(0.02):
-                health.append(stopwatch(server.request, "GET", "/health"))
-
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(look)
-            try:
-                return -rate(server.url, calls, "get_projects", {})
-            finally:
-                done.set()
 
     def up() -> bool:
         with suppress(OSError):
@@ -4242,9 +4249,12 @@ def measure_load(runs: int, calls: int) -> None:
     with (Fake("--delay", 0.05) as fake, HttpServer(fake.url) as server,
           Running("-c", BARE, port)):
         until(up, 30)
-        mine, bare_ = best(runs, ours, lambda: -rate(other, calls, "wait", {"seconds": 0.05}))
-    show(f"load, {CLIENTS} clients", mine / bare_, 0.9,
-         f"{-mine:.0f} calls/s against {-bare_:.0f}", least=True)
+        for clients in (1, 32):
+            mine, bare_ = best(  # the most calls per second is the least of their negatives
+                runs, lambda n=clients: -rate(server.url, n, calls, "get_projects", {}, health),
+                lambda n=clients: -rate(other, n, calls, "wait", {"seconds": 0.05}, []))
+            show(f"load, clients: {clients}", mine / bare_, 0.9,
+                 f"{-mine:.0f} calls/s against {-bare_:.0f}", least=True)
     show("load, worst /health, ms", 1000 * max(health), None, f"of {len(health)} meanwhile")
 
 

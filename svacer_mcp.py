@@ -843,7 +843,7 @@ def each_wrapped_marker(stream: JsonStream) -> Iterator[Marker]:
     for _ in stream.array():
         for key in stream.object():
             if key == "markers":
-                yield from stream.values(dict)
+                yield from each_marker(stream)
             else:
                 stream.value()
 
@@ -1252,6 +1252,11 @@ def projects(call: Call) -> list[dict[str, Any]]:
     return call.get("/api/public/projects", read)
 
 
+def filters_of(**ids: str) -> dict[str, dict[str, str]]:
+    """Svacer's filters for what belongs to the project, branch and snapshot with these ids."""
+    return {part: {"id": value} for part, value in ids.items()}
+
+
 def snapshots(call: Call, project: str, branch: str, name: str = "") -> list[dict[str, Any]]:
     """The snapshots of a branch as get_snapshots shows them, newest first, not counted yet.
 
@@ -1268,7 +1273,7 @@ def snapshots(call: Call, project: str, branch: str, name: str = "") -> list[dic
             "link": row.get("link"),
         } for wrapper in stream.values() for row in wrapper.get("snapshots") or []}
 
-    place, found = {"project": {"id": project}, "branch": {"id": branch}}, dict[str, Any]()
+    place, found = filters_of(project=project, branch=branch), dict[str, Any]()
     for pattern in dict.fromkeys((literal(name), name)):
         filters = {**place, "snapshot": {"name": pattern}} if pattern else place
         try:
@@ -1283,8 +1288,7 @@ def count_markers(call: Call, project: str, branch: str, rows: list[dict[str, An
     """Fills in the number of markers of each snapshot, as far as the time of the call allows."""
 
     def count(row: dict[str, Any]) -> None:
-        filters = {"project": {"id": project}, "branch": {"id": branch},
-                   "snapshot": {"id": row["snapshot_id"]}}
+        filters = filters_of(project=project, branch=branch, snapshot=row["snapshot_id"])
         with suppress(ToolFailure):  # then the number stays unknown
             row["markers_count"] = call.get(
                 "/api/public/markers", lambda stream: sum(1 for _ in each_wrapped_marker(stream)),
@@ -1293,9 +1297,8 @@ def count_markers(call: Call, project: str, branch: str, rows: list[dict[str, An
 
     for row in rows:
         row["markers_count"] = call.svacer.known_count(row["snapshot_id"])
-    unknown = [row for row in rows if row["markers_count"] is None]
     pool = ThreadPoolExecutor(COUNTS_AT_ONCE)
-    running = [pool.submit(count, row) for row in unknown]
+    running = [pool.submit(count, row) for row in rows if row["markers_count"] is None]
     call.progress = lambda: (
         sum(task.done() for task in running), len(running), "snapshots counted")
     if wait(running, timeout=0.9 * call.left()).not_done:
@@ -1342,8 +1345,8 @@ def get_project_stats(call: Call, args: Args) -> str:
 
 def get_markers(call: Call, args: Args) -> str:
     names = Names(call, args)
-    filters = {"project": {"id": names.project}, "branch": {"id": names.branch},
-               "snapshot": {"id": names.snapshot()}}
+    filters = filters_of(
+        project=names.project, branch=names.branch, snapshot=names.snapshot())
     return marker_list(call, args, "markers", "/api/public/markers", filters, each_wrapped_marker)
 
 

@@ -33,7 +33,7 @@ import gc
 import gzip
 import hmac
 import http.client
-import importlib
+import importlib.metadata
 import ipaddress
 import json
 import logging
@@ -44,6 +44,7 @@ import signal
 import socket
 import ssl
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -124,9 +125,10 @@ class SettingsError(Exception):
 UNSAFE = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def encode(value: Any) -> str:
+def encode(value: Any, indent: int | None = None) -> str:
     """Compact JSON; non-ASCII stays as it is, except for what could mislead a reader."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent,
+                      separators=(",", ": " if indent else ":"))
     return UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
@@ -232,7 +234,10 @@ class Settings:
     log_level: str = setting(
         one_of("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"), "WARNING",
         "what to write to stderr: DEBUG, INFO, WARNING, ERROR or CRITICAL")
+    given: Mapping[str, str] = field(default_factory=dict, compare=False)  # variable: its .env file
 
+
+VARIABLES = {f"SVACER_{item.name.upper()}": item for item in fields(Settings) if item.metadata}
 
 ENV_LINE = re.compile(
     r"""\s*(?:export\s+)?(SVACER_\w+)\s*=\s*(?:"([^"]*)"|'([^']*)'|(.*?))\s*(?:(?<=\s)\#.*)?""")
@@ -263,19 +268,22 @@ def load_settings(environ: Mapping[str, str], env_file: str | None = None) -> Se
     """
     wrong: list[str] = []
     given: dict[str, str] = {}
+    file = ""
     values: dict[str, Any] = {}
     for path in [env_file] if env_file else [".env", f"{Path(__file__).resolve().parent}/.env"]:
         try:
-            given = given or read_env_file(path)
+            if not given:
+                given, file = read_env_file(path), os.path.abspath(path)
         except OSError as error:
             if env_file:
                 wrong.append(f"--env-file names {path}, which cannot be read: {error.strerror}")
     given = {name: value for name, value in given.items() if not NOT_SET.fullmatch(value)}
-    given |= {name: value for name, value in environ.items()
-              if name.startswith("SVACER_") and not NOT_SET.fullmatch(value)}
-    for item in fields(Settings):
+    real = {name: value for name, value in environ.items()
+            if name.startswith("SVACER_") and not NOT_SET.fullmatch(value)}
+    sources = dict.fromkeys(given, file) | dict.fromkeys(real, "")
+    given |= real
+    for variable, item in VARIABLES.items():
         read, about, secret = (item.metadata[key] for key in ("read", "about", "secret"))
-        variable = f"SVACER_{item.name.upper()}"
         held = given.pop(variable, None)
         path = given.pop(f"{variable}_FILE", "").strip() if secret else ""
         if path and held:
@@ -297,7 +305,7 @@ def load_settings(environ: Mapping[str, str], env_file: str | None = None) -> Se
         raise SettingsError("\n".join(f"svacer_mcp: {sentence}." for sentence in wrong))
     for name in given:  # there is no level for the log yet
         print(f"svacer_mcp: {name} is not a setting, --help lists them.", file=sys.stderr)
-    return Settings(**values)
+    return Settings(**values, given=sources)
 
 
 # ---- JSON as a stream ----------------------------------------------------------------------------
@@ -462,7 +470,8 @@ CHECK_LOGIN = "Check SVACER_URL, SVACER_LOGIN, SVACER_AUTH_TYPE and SVACER_LDAP_
 # HTTP status, or the first digit of others: code, whether the call can succeed later, whether a GET
 # is repeated, advice. Odd statuses count as redirects.
 ANSWERS = {
-    401: ("unauthorized", False, False, "Check SVACER_LOGIN and SVACER_PASSWORD."),
+    401: ("unauthorized", False, False, "Check SVACER_LOGIN and SVACER_PASSWORD; an LDAP account "
+                                        "needs SVACER_AUTH_TYPE=ldap."),
     403: ("forbidden", False, False, "Ask for access in Svacer, or change SVACER_LOGIN."),
     404: ("not_found", False, False, "Take ids from get_projects and get_snapshots, paths from "
                                      "get_markers; if get_projects fails too, check SVACER_URL."),
@@ -1790,49 +1799,93 @@ def serve_http(svacer: Svacer) -> int:
 
 
 # ---- Command line --------------------------------------------------------------------------------
+# For a person at a shell: results go to standard output, news of what takes long to standard error.
 
-def call_once(svacer: Svacer, name: str, text: str) -> int:
-    """Makes one tool call and prints its result or its error."""
+def tell_if_slow(what: Callable[[], str], seconds: int = 2) -> None:
+    """Says after 2, 4, 8 ... seconds what is still going on, as long as this process lives."""
+    def tell() -> None:
+        print(f"svacer_mcp: {what()}, {seconds} s so far", file=sys.stderr, flush=True)
+        tell_if_slow(what, 2 * seconds)
+
+    timer = threading.Timer(max(2, seconds / 2), tell)
+    timer.daemon = True
+    timer.start()
+
+
+def row(name: str, about: str) -> str:
+    """A row of a list for people, at most 80 columns wide."""
+    return textwrap.fill(about, 80, initial_indent=f"  {name:<28}", subsequent_indent=" " * 30)
+
+
+def list_tools(svacer: Svacer) -> int:
+    """Prints the tools and their parameters, optional ones in brackets."""
+    for entry in (TOOLS[name].described(name) for name in svacer.settings.tools):
+        schema = entry["inputSchema"]
+        print(textwrap.fill(f"{entry['name']}: {entry['description']}", 80))
+        for name, shape in schema["properties"].items():
+            about = shape["description"], ", ".join(shape.get("items", {}).get("enum", ()))
+            print(row(name if name in schema["required"] else f"[{name}]", " ".join(about)))
+    return 0
+
+
+def arguments(texts: list[str]) -> dict[str, Any]:
+    """One JSON object, or texts like limit=5, where a name that is repeated makes a list."""
+    with suppress(ValueError, RecursionError):
+        if isinstance(given := json.loads(" ".join(texts)), dict):
+            return given
+    lists: dict[str, list[str]] = {}
+    for name, _, value in (text.partition("=") for text in texts):
+        lists.setdefault(name, []).append(value)
+    return {name: values if len(values) > 1 else values[0] for name, values in lists.items()}
+
+
+def call_once(svacer: Svacer, name: str, texts: list[str]) -> int:
+    """Makes one tool call and prints its result or its error, indented on a terminal."""
+    news = "waiting for Svacer"
 
     async def report(done: float, total: float | None, message: str) -> None:
-        logger.info("%s: %s", name, message)
+        nonlocal news
+        news = f"{done:g} of {total:g} {message}" if total else message
 
-    given = None
-    with suppress(ValueError):
-        given = json.loads(text)
-    if isinstance(given, dict):
-        result, failed = asyncio.run(perform(svacer, name, given, report))
-    else:
-        result, failed = ToolFailure(
-            "invalid_argument", f"the arguments {shorten(text)!r} are no JSON object",
-            'Pass them as in: --call get_project_groups \'{"name_or_id": "My group"}\'',
-        ).text(), True
-    print(result)
+    tell_if_slow(lambda: f"{name}: {news}")
+    result, failed = asyncio.run(perform(svacer, name, arguments(texts), report))
+    print(encode(json.loads(result), indent=2) if sys.stdout.isatty() else result)
     return int(failed)
 
 
 def check(svacer: Svacer) -> int:
-    """Prints what works on the way to Svacer, and what does not."""
-    settings, call = svacer.settings, Call(svacer)
+    """Prints the settings, what works on the way to Svacer, and what does not."""
+    settings, call, step = svacer.settings, Call(svacer), "connection"
     late = threading.Timer(settings.call_timeout, call.abort)
     late.daemon = True
     late.start()
-    tls = ("TLS", "certificate accepted" if settings.url.startswith("https") else "not used")
-    steps, failed = [("URL", settings.url)], False
+    tell_if_slow(lambda: f"{step}: waiting for Svacer")
+    sdk, python = importlib.metadata.version("mcp"), sys.version.split()[0]
+    print(f"versions    svacer_mcp {VERSION}, mcp {sdk}, Python {python}")
+    print(".env file  ", next(filter(None, settings.given.values()), "none used"))
+    for variable, item in VARIABLES.items():
+        held = getattr(settings, item.name)
+        if held != item.default and variable != "SVACER_URL":
+            shown = ",".join(held) if isinstance(held, tuple) else held
+            print(f"setting     {variable}={'***' if item.metadata['secret'] else shown}")
+    unset = " (SVACER_URL: not set, the public demo server is used)"
+    print("URL        ", settings.url + unset * ("SVACER_URL" not in settings.given))
+    tls = "certificate accepted" if settings.url.startswith("https") else "not used"
     try:
         svacer.token(call)
-        steps += [tls, ("login", f"{settings.login} accepted")]
-        started = time.monotonic()
+        print("TLS        ", tls)
+        print(f"login       {settings.login} accepted")
+        step, started = "projects", time.monotonic()
         names = [str(project["project_name"]) for project in projects(call)]
-        steps += [("projects", f"{len(names)}: {', '.join(names[:10])}{', …' * (len(names) > 10)}"),
-                  ("round trip", f"{1000 * (time.monotonic() - started):.0f} ms")]
+        print(f"projects    {len(names)}: {', '.join(names[:10])}{', …' * (len(names) > 10)}")
+        print(f"round trip  {1000 * (time.monotonic() - started):.0f} ms")
+        return 0
     except ToolFailure as failure:
-        if "status" in failure.facts and tls not in steps:  # Svacer has answered
-            steps.append(tls)
-        step, failed = ("connection", "login", "projects")[len(steps) - 1], True
-        steps += [(step, f"FAILED: {failure.message}"), ("try", failure.advice)]
-    print("\n".join(f"{step:<12}{story}" for step, story in steps))
-    return int(failed)
+        if "status" in failure.facts and step == "connection":  # Svacer has answered
+            print("TLS        ", tls)
+            step = "login"
+        print(f"{step:<12}FAILED: {failure.message}\ntry         {failure.advice}")
+        return 1
 
 
 def as_utf8(text: str) -> str:
@@ -1845,18 +1898,22 @@ def as_utf8(text: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status, or ends the process when it has served."""
     table = "\n".join(
-        f"  {'SVACER_' + item.name.upper():<28}{item.metadata['about']}"
-        + (f" [{item.default}]" if isinstance(item.default, (str, int)) else "")
-        for item in fields(Settings))
+        row(variable, item.metadata["about"]
+            + f", else a file that holds it in {variable}_FILE" * item.metadata["secret"]
+            + (f" [{item.default}]" if isinstance(item.default, (str, int)) else ""))
+        for variable, item in VARIABLES.items())
     parser = argparse.ArgumentParser(
         "svacer_mcp", description="MCP server for Svacer; without options it serves.",
         formatter_class=argparse.RawDescriptionHelpFormatter, epilog=f"""environment variables:
 {table}
-  SVACER_PASSWORD_FILE, SVACER_MCP_TOKEN_FILE   files to read these secrets from
-  MCP_PORT                    port on the host for docker compose, which alone reads it [8002]
-The variables can also be lines of the file .env here or beside svacer_mcp.py.""")
+{row("MCP_PORT", "port on the host for docker compose, which alone reads it [8002]")}
+The variables can also be lines of the file .env here or beside svacer_mcp.py.
+
+exit status: 0 done; 1 the check, the call or the server failed; 2 wrong options
+or settings, no package mcp, or a port in use; 128 + N ended by signal N.""")
     parser.add_argument("--check", action="store_true", help="try the connection to Svacer")
-    parser.add_argument("--call", nargs="+", metavar=("TOOL", "JSON"), help="make one tool call")
+    parser.add_argument("--call", nargs="*", metavar=("TOOL", "NAME=VALUE"),
+                        help="make one tool call, also with one JSON object; or list the tools")
     parser.add_argument("--env-file", metavar="PATH", help="read this file in place of .env")
     parser.add_argument("--version", action="version", version=f"svacer_mcp {VERSION}")
     options = parser.parse_args(argv)
@@ -1872,14 +1929,17 @@ The variables can also be lines of the file .env here or beside svacer_mcp.py.""
     if (settings.login, settings.password) == ("admin", "admin") and settings.url != DEMO_URL:
         logger.warning("SVACER_LOGIN and SVACER_PASSWORD are those of the demo server, admin/admin")
     svacer = Svacer(settings)
-    if options.check or options.call:
-        sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # a TextIOWrapper
-        status = check(svacer) if options.check else call_once(
-            svacer, options.call[0], as_utf8(" ".join(options.call[1:]) or "{}"))
-        sys.stdout.flush()
-        os._exit(status)
+    tool, *texts = map(as_utf8, options.call or [""])
     try:
-        status = serve_http(svacer) if settings.transport == "http" else serve_stdio(svacer)
+        if options.check or options.call is not None:
+            sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # a TextIOWrapper
+            status = (check(svacer) if options.check else
+                      call_once(svacer, tool, texts) if tool else list_tools(svacer))
+            sys.stdout.flush()
+        else:
+            status = serve_http(svacer) if settings.transport == "http" else serve_stdio(svacer)
+    except BrokenPipeError:  # a reader such as `head` has seen enough
+        status = 128 + 13
     except ModuleNotFoundError as error:
         print(f"svacer_mcp needs the Python package mcp: pip install 'mcp>=1.30,<3' ({error})",
               file=sys.stderr)

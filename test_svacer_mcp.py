@@ -2256,18 +2256,53 @@ def command(fake: FakeSvacer | str, *options: str, **settings: object) -> tuple[
     return done.returncode, done.stdout, done.stderr
 
 
+SDK = importlib.metadata.version("mcp")
+VERSIONS = (f"versions    svacer_mcp {svacer_mcp.VERSION}, mcp {SDK}, "
+            f"Python {sys.version.split()[0]}\n")
+
+
 def test_check_says_what_works_and_what_does_not(fake: FakeSvacer) -> None:
-    status, out, err = command(fake, "--check")
+    status, out, err = command(fake, "--check", "--env-file", os.devnull)
     assert (status, err) == (0, "")
+    assert out.startswith(VERSIONS)
     assert re.fullmatch(
-        rf"URL         {fake.url}\nTLS         not used\nlogin       admin accepted\n"
+        rf".env file   none used\nsetting     SVACER_LOG_LEVEL=ERROR\nURL         {fake.url}\n"
+        r"TLS         not used\nlogin       admin accepted\n"
         r"projects    6: bash, openssl, paho.mqtt.c, coturn, zstd, darpa\n"
-        r"round trip  \d+ ms\n", out)
+        r"round trip  \d+ ms\n", out[len(VERSIONS):])
     status, out, _ = command(fake, "--check", SVACER_PASSWORD="canary")
     assert status == 1 and "login       FAILED: POST /api/public/login: Svacer answered 401" in out
-    assert "try         Check SVACER_LOGIN and SVACER_PASSWORD." in out and "canary" not in out
+    assert re.search("^try .* SVACER_LOGIN .* SVACER_AUTH_TYPE", out, re.MULTILINE)
+    assert "setting     SVACER_PASSWORD=***\n" in out and "canary" not in out
     status, out, _ = command("http://127.0.0.1:9", "--check")
     assert status == 1 and "refused the connection" in out and "SVACER_URL" in out
+
+
+def test_check_shows_the_settings_and_where_they_are_from(
+        fake: FakeSvacer, tmp_path: Path) -> None:
+    path = tmp_path / "settings"
+    path.write_text(f"SVACER_URL={fake.url}\nSVACER_TIMEOUT=30\nSVACER_LOGIN=me\n"
+                    "SVACER_TOOLS=get_diff, get_projects\n")
+    _, out, _ = command("", "--check", "--env-file", str(path), SVACER_LOGIN="admin",
+                        SVACER_CALL_TIMEOUT=7)
+    assert out[len(VERSIONS):].startswith(
+        f".env file   {path}\nsetting     SVACER_CALL_TIMEOUT=7.0\n"
+        f"setting     SVACER_TOOLS=get_projects,get_diff\nsetting     SVACER_LOG_LEVEL=ERROR\n"
+        f"URL         {fake.url}\n")
+    env = {"HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": ""}  # the demo server is not asked
+    _, out, _ = command("", "--check", "--env-file", os.devnull, **env)
+    assert (f"URL         {svacer_mcp.DEMO_URL} (SVACER_URL: not set, the public demo server is "
+            "used)\nconnection  FAILED") in out
+
+
+@pytest.mark.parametrize(("options", "news"), [
+    (["--check"], "svacer_mcp: projects: waiting for Svacer, 2 s so far\n"),
+    (["--call", "get_projects"], "svacer_mcp: get_projects: waiting for Svacer, 2 s so far\n"),
+], ids=["check", "call"])
+def test_what_takes_long_is_told(fake: FakeSvacer, options: list[str], news: str) -> None:
+    fake.fault("projects$", delay=2.6)
+    status, out, err = command(fake, *options)
+    assert (status, err) == (0, news) and "bash" in out
 
 
 def test_call_prints_a_result_or_an_error(fake: FakeSvacer) -> None:
@@ -2284,13 +2319,80 @@ def test_call_prints_a_result_or_an_error(fake: FakeSvacer) -> None:
         assert (status, json.loads(out)["error"]["code"], err) == (1, code, "")
 
 
+BASH_ARGUMENTS = ("project_id=bash", "branch_id=master", "snapshot_id=latest")
+
+
+@pytest.mark.parametrize(("texts", "whole"), [
+    (["severity=Critical,Major", "limit=5"], {"severity": ["Critical", "Major"], "limit": 5}),
+    (["file=shell.c", "file=a,b", "limit=1"], {"file": ["shell.c", "a,b"], "limit": 1}),
+    (['fields=["id"]', "traces=true", "review="], {"fields": ["id"], "traces": True}),
+    (["file=a=b"], {"file": ["a=b"]}),
+], ids=str)
+def test_call_takes_names_and_values(
+        svacer: svacer_mcp.Svacer, texts: list[str], whole: dict[str, Any]) -> None:
+    given = svacer_mcp.arguments([*BASH_ARGUMENTS, *texts])
+    assert ask(svacer, "get_markers", **given)["filters_applied"] == whole
+    assert svacer_mcp.arguments([json.dumps(whole)]) == whole == svacer_mcp.arguments(
+        json.dumps(whole).split(" "))
+
+
+def test_call_tells_what_it_does_not_take(fake: FakeSvacer) -> None:
+    _, out, _ = command(fake, "--call", "get_markers", "project_id=bash", "checker=X")
+    assert "warnClass is the closest" in json.loads(out)["error"]["message"]
+    _, out, _ = command(fake, "--call", "get_markers", "bash")
+    assert json.loads(out)["error"]["argument"] == "bash"
+
+
+def test_call_without_a_tool_lists_the_tools_and_their_parameters() -> None:
+    some = {"SVACER_TOOLS": "get_snapshots,get_diff"}
+    status, out, err = command("http://127.0.0.1:9", "--call", **some)
+    assert (status, err) == (0, "")
+    assert re.findall(r"^(\w+): ", out, re.MULTILINE) == ["get_snapshots", "get_diff"]
+    listed = re.findall(r"^  (\[?\w+\]?) ", out, re.MULTILINE)
+    for tool in (svacer_mcp.TOOLS[name] for name in ("get_snapshots", "get_diff")):
+        assert {param.name for param in tool.required} <= {*listed}
+        assert {f"[{param.name}]" for param in tool.optional} <= {*listed}
+    assert max(map(len, out.splitlines())) <= 80 and ", ".join(svacer_mcp.CATEGORIES[:3]) in (
+        " ".join(out.split()))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_call_indents_for_a_person_at_a_terminal(fake: FakeSvacer) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    options = [sys.executable, SERVER, "--call", "get_project_groups", "name_or_id=Linux Tools"]
+    done = subprocess.run(options, stdout=theirs, env=environment(fake), timeout=60)
+    os.close(theirs)
+    with open(ours, "rb", closefd=True) as terminal:
+        out = terminal.read1().decode().replace("\r\n", "\n")
+    assert done.returncode == 0
+    assert out.startswith(f'{{\n  "project_group_id": "{LINUX_TOOLS}",\n  "project_group_name"')
+    assert out == json.dumps(json.loads(out), indent=2) + "\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes are told of in another way")
+@pytest.mark.parametrize("options", [["--check"], ["--call"], ["--call", "get_projects"]], ids=str)
+def test_a_reader_that_leaves_ends_the_process_without_a_word(
+        fake: FakeSvacer, options: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, SERVER, *options], stdout=writer, timeout=60,
+                          stderr=subprocess.PIPE, env=environment(fake))
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_version_and_help_need_neither_settings_nor_svacer() -> None:
     assert command("wrong", "--version") == (0, f"svacer_mcp {svacer_mcp.VERSION}\n", "")
-    status, out, _ = command("wrong", "--help")
+    status, out, _ = command("wrong", "--help", COLUMNS=80)
     assert status == 0
     documented = re.findall(r"^#? ?(\w+)=", SERVER.with_name(".env.example").read_text("utf-8"),
                             re.MULTILINE)
-    assert len(documented) == 19 and all(name in out for name in documented)
+    assert {*documented} == {
+        *svacer_mcp.VARIABLES, "SVACER_PASSWORD_FILE", "SVACER_MCP_TOKEN_FILE", "MCP_PORT"}
+    assert all(name in out for name in documented)
+    assert max(map(len, out.splitlines())) <= 80 and "exit status" in out
     readme = SERVER.with_name("README.md").read_text("utf-8")
     assert all(f"`{name}`" in readme for name in documented)
 

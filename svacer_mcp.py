@@ -54,7 +54,7 @@ import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -86,6 +86,13 @@ COUNTS_AT_ONCE = 8  # requests in flight while get_snapshots counts markers
 COUNTS_KEPT = 10_000  # snapshots whose number of markers is remembered
 PAUSES = (0.3, 1.0)  # seconds before the second and the third try of a GET
 REFUSED_FOR = 30  # seconds in which refused credentials are not tried again
+IDLE_MOST, IDLE_FOR = 8, 30  # connections kept open, and seconds; firewalls forget longer ones
+# The kernel's word that the other side is gone: it answers no probe while a call waits, or does not
+# acknowledge for 5 seconds what was sent. A Svacer that is only slow does both.
+SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *(
+    (socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in (
+        ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 5000))
+    if hasattr(socket, name))]
 
 UUID = "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 
@@ -590,7 +597,8 @@ class Call:
         self.svacer, self.settings = svacer, svacer.settings
         self.ends = time.monotonic() + svacer.settings.call_timeout
         self.aborted = threading.Event()
-        self.sockets: list[socket.socket] = []
+        self.lock = threading.Lock()  # held to take a connection, give it back or break it off
+        self.sockets: dict[Connection, socket.socket] = {}
         self.jwt = ""  # the last one that was sent
         self.progress: Callable[[], tuple[float, float | None, str]] = lambda: (0, None, "")
 
@@ -600,9 +608,10 @@ class Call:
     def abort(self) -> None:
         """Ends whatever the call is waiting for; from any thread, at any time."""
         self.aborted.set()
-        for sock in tuple(self.sockets):
-            with suppress(OSError):
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # SSLSocket's own is not for threads
+        with self.lock:
+            for sock in self.sockets.values():
+                with suppress(OSError):  # an SSLSocket's own is not for threads
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     def check(self) -> None:
         if self.aborted.is_set():
@@ -669,10 +678,11 @@ class Call:
             request: Any = urllib.request.Request(url, data, headers, method=method)
             request.call = self  # for Connections
             try:
-                with self.svacer.opener.open(request, timeout=self.settings.timeout) as response:
+                response: Any = self.svacer.opener.open(request, timeout=self.settings.timeout)
+                with response.given_back:
                     return self.decoded(response, read, what)
             except urllib.error.HTTPError as error:
-                with error:
+                with error.fp.given_back:  # type: ignore[attr-defined]  # a response of ours
                     place = error.headers.get("Location") if error.code < 400 else None
                     if not place:
                         raise self.refused(what, error) from None
@@ -735,6 +745,8 @@ class Call:
         """A connection that was not made, or did not last."""
         if isinstance(error, urllib.error.URLError) and isinstance(error.reason, Exception):
             error = error.reason
+        if isinstance(error, TimeoutError) and error.errno:  # the kernel's: the peer is gone
+            error = ConnectionError(*error.args)
         host = urlsplit(self.settings.url).netloc
         if isinstance(error, ssl.SSLCertVerificationError):
             advice = "Check the name in SVACER_URL, the certificate of Svacer and the clock here."
@@ -757,40 +769,150 @@ class Call:
         return shorten(text, most)
 
 
-class Tracked:
-    """A connection that its call can break off."""
+class Connection(http.client.HTTPConnection):
+    """A connection to Svacer that outlives a call; the call that uses it can break it off."""
 
-    sock: socket.socket
+    call: Call | None = None  # that uses it
+    idle_since = 0.0
+    used = False  # by an earlier request, so that the other side may have hung up meanwhile
 
-    def __init__(self, *args: Any, call: Call, **options: Any):
-        super().__init__(*args, **options)
-        self.call = call
+    def __init__(self, host: str, tls: ssl.SSLContext | None, timeout: float):
+        self.default_port = 443 if tls else 80
+        super().__init__(host, timeout=timeout)
+        self.tls, self.name = tls, self.host
+        self._create_connection = self.reached  # type: ignore[attr-defined]  # http.client's hook
 
-    def connect(self) -> None:
-        super().connect()  # type: ignore[misc]  # of the class that this is mixed into
-        self.call.sockets.append(self.sock)
+    def reached(self, address: tuple[str, int], timeout: float, source: Any) -> socket.socket:
+        """A connected socket that the call could break off from the start."""
+        last: OSError = OSError("has no address")
+        for family, kind, protocol, _, place in socket.getaddrinfo(
+                *address, type=socket.SOCK_STREAM):
+            sock = socket.socket(family, kind, protocol)
+            try:
+                self.owned(sock)
+                sock.settimeout(timeout)
+                for level, option, value in SOCKET_OPTIONS:
+                    sock.setsockopt(level, option, value)
+                sock.connect(place)
+                return sock
+            except BaseException as error:
+                sock.close()
+                if not isinstance(error, OSError):
+                    raise
+                last = error
+        raise last
+
+    def owned(self, sock: socket.socket) -> None:
+        assert self.call
+        with self.call.lock:
+            self.call.sockets[self] = sock
         self.call.check()
 
+    def connect(self) -> None:
+        super().connect()
+        if self.tls:
+            self.sock = self.tls.wrap_socket(
+                self.sock, server_hostname=self.name, do_handshake_on_connect=False)
+            self.owned(self.sock)
+            self.sock.do_handshake()
 
-class Http(Tracked, http.client.HTTPConnection):
-    pass
-
-
-class Https(Tracked, http.client.HTTPSConnection):
-    pass
+    def dead(self) -> bool:
+        """Whether the other side has hung up, or sent what nobody asked for."""
+        self.sock.settimeout(0)
+        try:
+            socket.socket.recv(self.sock, 1, socket.MSG_PEEK)  # an SSLSocket's own takes no flags
+        except BlockingIOError:
+            self.sock.settimeout(self.timeout)
+            return False
+        except OSError:
+            pass
+        return True
 
 
 class Connections(urllib.request.AbstractHTTPHandler):
-    """Makes urllib open connections that belong to the call of a request."""
+    """Sends urllib's requests over connections that are kept open for the next ones."""
 
     http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
 
-    def http_open(self, req: Any) -> Any:
-        return self.do_open(Http, req, call=req.call)  # type: ignore[arg-type]  # a factory
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+        self.idle: list[Connection] = []  # used last at the end
 
-    def https_open(self, req: Any) -> Any:
-        tls = req.call.svacer.tls
-        return self.do_open(Https, req, call=req.call, context=tls)  # type: ignore[arg-type]
+    def http_open(self, req: Any) -> Any:
+        tls = req.call.svacer.tls if req.type == "https" else None
+        connection = self.kept() or self.opened(req, tls)
+        try:
+            return self.sent(req, connection)
+        except (ConnectionError, TimeoutError, ssl.SSLEOFError) as error:
+            connection.close()
+            silent = isinstance(error, TimeoutError) and error.errno is None  # not dead, but slow
+            if silent or not connection.used or req.call.aborted.is_set():
+                raise
+        return self.sent(req, self.opened(req, tls))  # that one had died while it was idle
+
+    https_open = http_open
+
+    def kept(self) -> Connection | None:
+        """An idle connection that still is one."""
+        while True:
+            with self.lock:
+                if not self.idle:
+                    return None
+                connection = self.idle.pop()
+            if time.monotonic() - connection.idle_since < IDLE_FOR and not connection.dead():
+                return connection
+            connection.close()
+
+    def opened(self, req: Any, tls: ssl.SSLContext | None) -> Connection:
+        connection = Connection(req.host, tls, req.timeout)
+        if req._tunnel_host:  # through a proxy, whose address is `host`
+            headers = {name: value for name in ("Proxy-authorization",)
+                       if (value := req.unredirected_hdrs.pop(name, None))}
+            connection.set_tunnel(req._tunnel_host, headers=headers)
+            connection.name = urlsplit(f"//{req._tunnel_host}").hostname or ""
+        return connection
+
+    def sent(self, req: Any, connection: Connection) -> Any:
+        """The head of the answer; the connection is kept once its body has been read."""
+        connection.call = req.call
+        if connection.sock:
+            connection.owned(connection.sock)
+        headers = {name.title(): value
+                   for name, value in {**req.headers, **req.unredirected_hdrs}.items()}
+        try:
+            connection.request(req.get_method(), req.selector, req.data, headers)
+            response: Any = connection.getresponse()
+        except BaseException:
+            self.drop(connection)
+            raise
+        response.msg = response.reason  # where urllib looks for it
+        response.given_back = ExitStack()
+        response.given_back.callback(self.give_back, connection, response)
+        return response
+
+    def give_back(self, connection: Connection, response: Any) -> None:
+        """Keeps a connection whose answer was read to its end, closes any other."""
+        whole = response.isclosed() or response.length == 0
+        response.close()
+        call = connection.call
+        spare: Connection | None = connection
+        assert call
+        with call.lock, self.lock:
+            if whole and connection.sock and not call.aborted.is_set():
+                del call.sockets[connection]
+                connection.call, connection.used = None, True
+                connection.idle_since = time.monotonic()
+                self.idle.append(connection)
+                spare = self.idle.pop(0) if len(self.idle) > IDLE_MOST else None
+        if spare:
+            self.drop(spare)
+
+    def drop(self, connection: Connection) -> None:
+        if call := connection.call:
+            with call.lock:
+                call.sockets.pop(connection, None)
+        connection.close()
 
 
 def texts(response: Any) -> Iterator[str]:

@@ -2537,8 +2537,8 @@ FAULTS: list[tuple[dict[str, Any], tuple[str, bool, int | None], int, str]] = [
      "gzip"),
     ({"gzip": BOMB}, ("bad_response", False, 200), 1, "16777216"),
     ({"cut": 100, "rst": True}, ("unavailable", True, None), 3, "dropped"),
-    ({"refuse": True}, ("unavailable", True, None), 3, "dropped"),
-    ({"refuse": True, "rst": True}, ("unavailable", True, None), 3, "dropped"),
+    ({"refuse": True}, ("unavailable", True, None), 4, "dropped"),
+    ({"refuse": True, "rst": True}, ("unavailable", True, None), 4, "dropped"),
     ({"raw": b"SSH-2.0-OpenSSH_9.2\r\n"}, ("bad_response", False, None), 1, "HTTP.*SVACER_URL"),
     ({"raw": b"\x15\x03\x01\x00\x02" * 20_000}, ("bad_response", False, None), 1, "HTTP"),
     ({"raw": b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 999}, ("bad_response", False, None), 1, "HTTP"),
@@ -2589,7 +2589,9 @@ def test_only_a_get_is_tried_again(
         faulty.clear()
         faulty.fault(path, **fault)
         assert facts(refusal(hasty, tool, **ASKED[tool]))[1] is True
-        assert sum(bool(re.search(path, at)) for at, _ in asked(faulty)) == tries, fault
+        # On a connection that was kept, an end without a byte of the answer counts as no try.
+        kept = path == "containers$" and "refuse" in fault
+        assert sum(bool(re.search(path, at)) for at, _ in asked(faulty)) == tries + kept, fault
 
 
 @pytest.mark.parametrize("header", [lambda: {"Retry-After": "1"}, lambda: later(2)],
@@ -2950,7 +2952,7 @@ def test_a_proxy_is_used_for_remote_hosts(
         monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.server_address[1]}")
         assert works(in_process("https://svacer.example", SVACER_CA_FILE=tmp_path / "ca.pem"))
         proxy.shutdown()
-    assert [head.split()[:2] for head in heads] == [[b"CONNECT", b"svacer.example:443"]] * 2
+    assert [head.split()[:2] for head in heads] == [[b"CONNECT", b"svacer.example:443"]]
     assert b"uthorization" not in b"".join(heads)
 
 

@@ -51,6 +51,7 @@ import traceback
 import urllib.error
 import urllib.request
 import zlib
+from bisect import bisect
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -58,7 +59,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus, urlencode, urljoin, urlsplit
@@ -79,8 +80,8 @@ ON_REQUEST = {"review_history": "review_history", "comments": "comment_history",
 
 CHUNK = 64 * 1024  # bytes read at once
 LARGEST_VALUE = 16 * 1024 * 1024  # characters of one JSON value
-BUDGET = 40_000  # characters of a result whose size the caller did not choose
-AROUND = 150  # characters of it that are kept free for what is around the items
+BUDGET = 40_000  # bytes of a result whose size the caller did not choose
+NAMES_FOR = 60  # seconds for which names of projects and branches are remembered
 WORKERS = 64  # tool calls that run at the same time; others wait
 COUNTS_AT_ONCE = 8  # requests in flight while get_snapshots counts markers
 COUNTS_KEPT = 10_000  # snapshots whose number of markers is remembered
@@ -137,6 +138,11 @@ def encode(value: Any, indent: int | None = None) -> str:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent,
                       separators=(",", ": " if indent else ":"))
     return UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def size(value: Any) -> int:
+    """Bytes of a value in a result."""
+    return len(encode(value).encode())
 
 
 def shorten(text: object, most: int = 100) -> str:
@@ -524,6 +530,8 @@ class Svacer:
         self.jwt, self.renew_at = "", math.inf
         self.refusal: ToolFailure | None = None
         self.refused_until = 0.0
+        self.names: list[tuple[str, str, str]] = []  # project: id, name, branches as JSON
+        self.names_until = 0.0
         self.counts_lock = threading.Lock()
         self.counts: OrderedDict[str, int] = OrderedDict()  # snapshot id: number of its markers
         local = is_loopback(urlsplit(settings.url).hostname or "")
@@ -687,6 +695,8 @@ class Call:
                     if not place:
                         raise self.refused(what, error) from None
                     url = self.redirected(method, url, place, what, error.code)
+                    with suppress(OSError, http.client.HTTPException):
+                        error.read(CHUNK)  # so that the connection can be used again
             except (OSError, http.client.HTTPException, Cut) as error:
                 raise self.lost(what, error) from None
         raise ToolFailure("bad_response", f"{what}: Svacer redirects in a loop", ANSWERS[3][3])
@@ -780,7 +790,7 @@ class Connection(http.client.HTTPConnection):
         self.default_port = 443 if tls else 80
         super().__init__(host, timeout=timeout)
         self.tls, self.name = tls, self.host
-        self._create_connection = self.reached  # type: ignore[attr-defined]  # http.client's hook
+        self._create_connection = self.reached  # http.client's hook
 
     def reached(self, address: tuple[str, int], timeout: float, source: Any) -> socket.socket:
         """A connected socket that the call could break off from the start."""
@@ -849,7 +859,11 @@ class Connections(urllib.request.AbstractHTTPHandler):
             silent = isinstance(error, TimeoutError) and error.errno is None  # not dead, but slow
             if silent or not connection.used or req.call.aborted.is_set():
                 raise
-        return self.sent(req, self.opened(req, tls))  # that one had died while it was idle
+        with self.lock:  # that one had died while it was idle, and so have the others
+            stale, self.idle = self.idle, []
+        for other in stale:
+            other.close()
+        return self.sent(req, self.opened(req, tls))
 
     https_open = http_open
 
@@ -987,27 +1001,68 @@ def review_of(marker: Marker) -> tuple[str, str]:
     return review.get("severity") or UNREVIEWED[0], review.get("status") or UNREVIEWED[1]
 
 
-class Page:
-    """The part of a list that a result shows, as JSON; what is not shown is only counted."""
+def cut(value: Any, elements: int, characters: int, lost: dict[str, int], key: str) -> Any:
+    """A copy whose lists, mappings and strings have lost their ends; `lost` gets what there was."""
+    most = characters if isinstance(value, str) else elements
+    if isinstance(value, (str, list, dict)) and len(value) > most:
+        lost[key] = max(lost.get(key, 0), len(value))
+    if isinstance(value, str):
+        return value if len(value) <= most else value[:most] + "…"
+    if isinstance(value, list):
+        return [cut(item, elements, characters, lost, key) for item in value[:most]]
+    if isinstance(value, dict):
+        return {name[:characters]: cut(item, elements, characters, lost, name[:characters])
+                for name, item in islice(value.items(), most)}
+    return value
 
-    def __init__(self, show: Callable[[Any], Any], limit: int, offset: int = 0):
-        self.show, self.offset = show, offset
+
+def fitted(item: Any, room: float) -> Any:
+    """The item, or as much of it as fits into `room` bytes, and first what was cut.
+
+    The longest lists and mappings lose their ends; where that is not enough, strings do too.
+    """
+    if room == math.inf or size(item) <= room:
+        return item
+
+    def shortened(elements: int, characters: int) -> Any:
+        lost: dict[str, int] = {}
+        if not isinstance(item, dict):
+            return cut(item, elements, characters, lost, "")
+        kept = {name: cut(value, elements, characters, lost, name) for name, value in item.items()}
+        return {"shortened": lost, **kept}
+
+    for each in (2 * BUDGET, 100):  # characters of a string for each element of a list
+        kept = bisect(range(1, BUDGET), room,
+                      key=lambda most, each=each: size(shortened(most, each * most)))  # type: ignore[misc]
+        if kept:
+            return shortened(kept, each * kept)
+    return shortened(0, 20)
+
+
+class Page:
+    """The part of a list that a result shows; what is not shown is only counted.
+
+    It takes items as long as `limit` and `room` (bytes) let it, and one in any case.
+    """
+
+    def __init__(self, show: Callable[[Any], Any], limit: int, offset: int = 0,
+                 room: float = math.inf):
+        self.show, self.offset, self.room = show, offset, room
         self.stop = offset + limit if limit else math.inf
-        self.total = 0
-        self.items: list[str] = []
+        self.total, self.used = 0, 0
+        self.items: list[Any] = []
 
     def fill(self, items: Iterable[Any]) -> Page:
         for place, item in enumerate(items):
-            if self.offset <= place < self.stop:
-                self.items.append(encode(self.show(item)))
             self.total = place + 1
+            if self.offset <= place < self.stop:
+                value = self.show(item)
+                self.used += size(value) + 1 if self.room < math.inf else 0
+                if self.items and self.used > self.room:
+                    self.stop = place
+                else:
+                    self.items.append(value)
         return self
-
-    def fit(self, room: float) -> None:
-        """Drops items at the end until the rest fits; the first one stays."""
-        size = len(self.listed())
-        while size > room and len(self.items) > 1:
-            size -= len(self.items.pop()) + 1
 
     @property
     def next(self) -> int | None:
@@ -1015,14 +1070,26 @@ class Page:
         after = self.offset + len(self.items)
         return after if after < self.total else None
 
-    def text(self, rest: Mapping[str, Any], key: str) -> str:
-        """An object: the counts, then `rest`, then the items under `key`."""
-        head = {"total_count": self.total, "returned_count": len(self.items),
-                "truncated": self.next is not None, **rest}
-        return f'{encode(head)[:-1]},"{key}":{self.listed()}}}'
+    def result(self, key: str, hint: str | None = None, **rest: Any) -> dict[str, Any]:
+        """The counts, then `rest`, then the items under `key`, as many as fit in."""
+        while True:
+            head = {"total_count": self.total, "returned_count": len(self.items),
+                    "truncated": self.next is not None, **rest}
+            head |= {} if self.next is None else {"next_offset": self.next}
+            head |= {"hint": hint} if hint else {}
+            over = size({**head, key: self.items}) - self.room if self.room < math.inf else 0
+            if over <= 0 or not self.items:
+                return fitted({**head, key: self.items}, self.room)  # type: ignore[no-any-return]
+            if len(self.items) == 1:
+                self.items = [fitted(self.items[0], max(0, size(self.items[0]) - over))]
+                return fitted({**head, key: self.items}, self.room)  # type: ignore[no-any-return]
+            while over > 0 and len(self.items) > 1:
+                over -= size(self.items.pop()) + 1
 
-    def listed(self) -> str:
-        return f"[{','.join(self.items)}]"
+    def array(self, key: str) -> Any:
+        """The items alone where they are all that there is, or all that the caller wanted."""
+        told = self.result(key, "Pass next_offset as offset, or a name_filter.")
+        return told if self.next is not None and self.room < math.inf else self.items
 
 
 def projection(wanted: list[str] | None, args: Mapping[str, Any]) -> Callable[[Marker], Marker]:
@@ -1166,32 +1233,40 @@ def pick(argument: str, text: str, candidates: Iterable[tuple[str, Any]]) -> str
 class Names:
     """Turns the project, branch and snapshots that a call names into ids.
 
-    UUIDs and links cost no request; a list in which to look for names is asked for once.
+    UUIDs and links cost no request, nor do names of projects and branches that are remembered;
+    what is not among them is looked up afresh, once.
     """
 
     def __init__(self, call: Call, args: Mapping[str, Any]):
         self.call, self.args = call, args
 
     @functools.cached_property
-    def projects(self) -> list[dict[str, Any]]:
-        return projects(self.call)
+    def afresh(self) -> list[tuple[str, str, str]]:
+        projects(self.call, list)
+        return self.call.svacer.names
+
+    def named(self, argument: str, candidates: Callable[[Any], Iterable[tuple[str, Any]]]) -> str:
+        text, svacer = self.args[argument], self.call.svacer
+        if known := known_id(argument, text):
+            return known
+        if "afresh" not in vars(self) and time.monotonic() < svacer.names_until:
+            with suppress(ToolFailure):
+                return pick(argument, text, candidates(svacer.names))
+        return pick(argument, text, candidates(self.afresh))
+
+    @functools.cached_property
+    def project(self) -> str:
+        return self.named("project_id", lambda rows: ((key, name) for key, name, _ in rows))
+
+    @functools.cached_property
+    def branch(self) -> str:
+        return self.named("branch_id", lambda rows: (
+            pair for key, _, branches in rows if key == self.project
+            for pair in json.loads(branches)))
 
     @functools.cached_property
     def snapshots(self) -> list[dict[str, Any]]:
         return snapshots(self.call, self.project, self.branch)
-
-    @functools.cached_property
-    def project(self) -> str:
-        text = self.args["project_id"]
-        return known_id("project_id", text) or pick(
-            "project_id", text, ((p["project_id"], p["project_name"]) for p in self.projects))
-
-    @functools.cached_property
-    def branch(self) -> str:
-        text = self.args["branch_id"]
-        return known_id("branch_id", text) or pick(
-            "branch_id", text, ((b["branch_id"], b["branch_name"]) for p in self.projects
-                                if p["project_id"] == self.project for b in p["branches"]))
 
     def snapshot(self, argument: str = "snapshot_id") -> str:
         text = self.args[argument]
@@ -1319,7 +1394,8 @@ WARNING_LIMIT = Param(
 
 SYNONYMS = {
     "checker": "warnClass", "detector": "warnClass", "rule": "warnClass", "status": "review",
-    "path": "file", "filename": "file", "count": "limit", "max": "limit", "top": "limit",
+    "base": "base_snapshot_id", "head": "head_snapshot_id", "path": "file", "filename": "file",
+    "count": "limit", "max": "limit", "top": "limit",
     "page": "offset", "skip": "offset", "columns": "fields", "group": "name_or_id",
 }
 INJECTED = ("sessionId", "action", "chatInput", "toolCallId")  # by n8n, into every call
@@ -1362,25 +1438,53 @@ def usable_id(value: Any) -> str:
     return str(value).encode().decode()
 
 
-def projects(call: Call) -> list[dict[str, Any]]:
-    """All projects with their branches, as get_projects shows them."""
+def projects(call: Call, use: Callable[[Iterator[dict[str, Any]]], T]) -> T:
+    """What `use` makes of all projects with their branches, each as get_projects shows it.
+
+    `use` goes through all of them; their names are remembered.
+    """
 
     def person(value: Any) -> Any:
         if isinstance(value, dict):  # a string that may be null, as some versions write it
             return value.get("string") if value.get("valid") else None
         return value
 
-    def read(stream: JsonStream) -> list[dict[str, Any]]:
-        return [{
-            "project_id": usable_id(row["project"]["id"]),
-            "project_name": row["project"].get("name"),
-            "created": row["project"].get("time"),
-            "created_by": person(row["project"].get("created_by")),
-            "branches": [{"branch_id": usable_id(branch["id"]), "branch_name": branch.get("name"),
-                          "created": branch.get("time")} for branch in row.get("branches") or []],
-        } for row in stream.values()]
+    def read(stream: JsonStream) -> T:
+        names: list[tuple[str, str, str]] = []
+
+        def rows() -> Iterator[dict[str, Any]]:
+            for row in stream.values():
+                branches = [{
+                    "branch_id": usable_id(branch["id"]), "branch_name": branch.get("name"),
+                    "created": branch.get("time")} for branch in row.get("branches") or []]
+                project = {"project_id": usable_id(row["project"]["id"]),
+                           "project_name": row["project"].get("name"),
+                           "created": row["project"].get("time"),
+                           "created_by": person(row["project"].get("created_by")),
+                           "branches": branches}
+                names.append((project["project_id"], project["project_name"], encode(
+                    [[branch["branch_id"], branch["branch_name"]] for branch in branches])))
+                yield project
+
+        result = use(rows())
+        call.svacer.names, call.svacer.names_until = names, time.monotonic() + NAMES_FOR
+        return result
 
     return call.get("/api/public/projects", read)
+
+
+def with_name(text: str) -> Callable[[dict[str, Any]], Any]:
+    """A project whose name has the text, else what branches of it do; None for neither."""
+    wanted = text.casefold()
+
+    def shown(project: dict[str, Any]) -> Any:
+        if wanted in str(project["project_name"]).casefold():
+            return project
+        branches = [branch for branch in project["branches"]
+                    if wanted in str(branch["branch_name"]).casefold()]
+        return {**project, "branches": branches} if branches else None
+
+    return shown
 
 
 def filters_of(**ids: str) -> dict[str, dict[str, str]]:
@@ -1437,16 +1541,29 @@ def count_markers(call: Call, project: str, branch: str, rows: list[dict[str, An
     pool.shutdown(wait=False, cancel_futures=True)
 
 
-def get_projects(call: Call, args: Args) -> str:
-    return encode(projects(call))
+def get_projects(call: Call, args: Args) -> Any:
+    shown, room = with_name(args["name_filter"] or ""), page_room(args)
+
+    def page(rows: Iterator[dict[str, Any]]) -> Page:
+        found = filter(None, map(shown, rows))
+        return Page(dict, args["limit"] or 0, args["offset"], room).fill(found)
+
+    return projects(call, page).array("projects")
 
 
-def get_snapshots(call: Call, args: Args) -> str:
+def page_room(args: Args, share: int = 1) -> float:
+    """Bytes for a list of which the caller did not say how long it may be."""
+    return BUDGET / share if args["limit"] is None else math.inf
+
+
+def get_snapshots(call: Call, args: Args) -> Any:
     names = Names(call, args)
     rows = snapshots(call, names.project, names.branch, args["name_filter"] or "")
-    rows = rows[:args["limit"] or None]
-    count_markers(call, names.project, names.branch, rows)
-    return encode([dict(row) for row in rows])
+    page = Page(lambda row: {**row, "markers_count": BUDGET}, args["limit"] or 0,  # as long as one
+                args["offset"], page_room(args)).fill(rows)
+    page.array("snapshots")  # drops what does not fit, before it is counted
+    count_markers(call, names.project, names.branch, page.items)
+    return page.array("snapshots")
 
 
 def full_markers(names: Names) -> str:
@@ -1459,7 +1576,7 @@ def watch(call: Call, stream: JsonStream) -> None:
     call.progress = lambda: (stream.read, None, f"{stream.read / 1e6:.1f} MB read")
 
 
-def get_project_stats(call: Call, args: Args) -> str:
+def get_project_stats(call: Call, args: Args) -> Any:
     def read(stream: JsonStream) -> Counter[tuple[tuple[str, str], str]]:
         watch(call, stream)
         return Counter((review_of(m), m.get("warnClass") or "") for m in each_marker(stream))
@@ -1470,26 +1587,27 @@ def get_project_stats(call: Call, args: Args) -> str:
         severities[canonical(str(severity), SEVERITIES)] += count
         statuses[canonical(str(status), STATUSES)] += count
         checkers[str(checker)] += count
-    return encode({"total_warnings": sum(counts.values()), "by_severity": by_count(severities),
-                   "by_review_status": by_count(statuses), "by_checker": by_count(checkers)})
+    told = {"total_warnings": sum(counts.values()), "by_severity": by_count(severities),
+            "by_review_status": by_count(statuses), "by_checker": by_count(checkers)}
+    return fitted(told, BUDGET)
 
 
-def get_markers(call: Call, args: Args) -> str:
+def get_markers(call: Call, args: Args) -> Any:
     names = Names(call, args)
     filters = filters_of(
         project=names.project, branch=names.branch, snapshot=names.snapshot())
     return marker_list(call, args, "markers", "/api/public/markers", filters, each_wrapped_marker)
 
 
-def get_warnings(call: Call, args: Args) -> str:
+def get_warnings(call: Call, args: Args) -> Any:
     return marker_list(call, args, "warnings", full_markers(Names(call, args)), {}, each_marker)
 
 
 def marker_list(call: Call, args: Args, key: str, path: str, filters: dict[str, Any],
-                each: Callable[[JsonStream], Iterator[Marker]]) -> str:
+                each: Callable[[JsonStream], Iterator[Marker]]) -> Any:
     long = args["traces"] or args["review_history"] or args["comment_history"]
     usual_limit = 8 if long and key == "warnings" else 30
-    limit, room = (usual_limit, BUDGET) if args["limit"] is None else (args["limit"], math.inf)
+    limit = usual_limit if args["limit"] is None else args["limit"]
     show, passes = projection(args["fields"], args), filters_applied_here(args)
     if regexes := filters_for_svacer(args):
         filters = {**filters, "marker": regexes}
@@ -1497,20 +1615,15 @@ def marker_list(call: Call, args: Args, key: str, path: str, filters: dict[str, 
     def read(stream: JsonStream) -> Page:
         watch(call, stream)
         markers = filter(passes, each(stream)) if passes else each(stream)
-        return Page(show, limit, args["offset"]).fill(markers)
+        return Page(show, limit, args["offset"], page_room(args)).fill(markers)
 
     flags = {name: args[name] for name in ON_REQUEST.values()}
     page = call.get(path, read, filters=filters, custom_filter=args["custom_filter"], **flags)
     usual = {"limit": usual_limit, "fields": [*DEFAULT_FIELDS]}
     applied = {name: args[name] for name, param in FILTERS.items()
                if args[name] not in (param.default, usual.get(name))}
-    rest: dict[str, Any] = {"filters_applied": applied}
-    if not page.total:
-        rest["hint"] = nothing_found(applied)
-    page.fit(room - len(encode(rest)) - AROUND)
-    if page.next is not None:
-        rest["next_offset"] = page.next
-    return page.text(rest, key)
+    hint = None if page.total else nothing_found(applied)
+    return page.result(key, hint, filters_applied=applied)
 
 
 def nothing_found(applied: Mapping[str, Any]) -> str:
@@ -1522,20 +1635,21 @@ def nothing_found(applied: Mapping[str, Any]) -> str:
             "snapshot_id and markers_count.")
 
 
-def get_diff(call: Call, args: Args) -> str:
-    names, level, limit, room = Names(call, args), args["level"], args["limit"], math.inf
+def get_diff(call: Call, args: Args) -> Any:
+    names = Names(call, args)
+    level = args["level"] if args["level"] is not None else 2 if args["offset"] else 0
     base = names.snapshot("base_snapshot_id")
     head = names.snapshot("head_snapshot_id") if args["head_snapshot_id"] else None
     wanted = [name for name in CATEGORIES if name in (args["categories"] or CATEGORIES)]
-    show = projection(args["fields"], args)
-    if level < 2:  # there the lists are of ids, and not cut
+    show, room = projection(args["fields"], args), page_room(args, len(wanted))
+    limit = 20 if args["limit"] is None else args["limit"]
+    if level < 2:  # there the lists are of ids, and only as long as fits in
         limit, show = 0, lambda marker_id: marker_id
-    elif limit is None:
-        limit, room = 20, BUDGET / len(wanted)
+        room = math.inf if args["limit"] == 0 else BUDGET / len(wanted)
 
     def read(stream: JsonStream) -> tuple[dict[str, Any], dict[str, Page]]:
         watch(call, stream)
-        stats, pages = None, {name: Page(show, limit) for name in wanted}
+        stats, pages = None, {name: Page(show, limit, args["offset"], room) for name in wanted}
         for key in stream.object():
             if key == "markers" and level:
                 for category in stream.object():
@@ -1550,17 +1664,21 @@ def get_diff(call: Call, args: Args) -> str:
 
     stats, pages = call.get("/api/public/diff", read, snapshot_v1=base, snapshot_v2=head,
                             level=level, checker_info=level == 2 and args["checker_info"])
-    result = encode({"stats": stats})
+    stats = fitted(stats, BUDGET / 4)
+    for page in pages.values():  # what is around them takes its share, too
+        page.room -= (size({"stats": stats, "shortened": dict.fromkeys(CATEGORIES, BUDGET)}) + 80
+                      ) / len(wanted)
+    told = {name: page.result("markers") for name, page in pages.items()}
     if not level:
-        return result
-    lists = []
-    for name, page in pages.items():
-        page.fit(room - len(result) / len(pages) - AROUND)
-        lists.append(f'"{name}":' + (page.listed() if level == 1 else page.text({}, "markers")))
-    return f'{result[:-1]},"markers":{{{",".join(lists)}}}}}'
+        return {"stats": stats}
+    if level == 1:
+        short = {name: page.total for name, page in pages.items() if page.next is not None}
+        return {"stats": stats, **({"shortened": short} if short else {}),
+                "markers": {name: page.items for name, page in pages.items()}}
+    return {"stats": stats, "markers": told}
 
 
-def get_advanced_file_preview(call: Call, args: Args) -> str:
+def get_advanced_file_preview(call: Call, args: Args) -> Any:
     line, before, after = args["line"], args["before"], args["after"]
 
     def read(stream: JsonStream) -> dict[str, Any]:
@@ -1575,17 +1693,18 @@ def get_advanced_file_preview(call: Call, args: Args) -> str:
         "/api/public/advanced_file_preview", read, file=args["file_path"],
         snapshot=Names(call, args).snapshot(), line=line, before=before,
         after=99999 if after is None else after, output="json")
-    if after is None:
+    if after is None and (over := size(result) - BUDGET) > 0:
         lines = re.findall(r"[^\n]*\n|[^\n]+", result["content"])
-        sizes = accumulate(len(encode(text)) - 2 for text in lines)
-        kept = max(1, sum(size <= BUDGET - AROUND for size in sizes))
+        room = size(result["content"]) - over - 60  # for what tells of the cut
+        kept = max(1, sum(total <= room for total in accumulate(size(text) - 2 for text in lines)))
+        told = {key: result[key] for key in ("line", "total_lines", "start_line")}
         if kept < len(lines):
-            result |= {"content": "".join(lines[:kept]), "truncated": True,
-                       "next_line": result["start_line"] + kept}
-    return encode(result)
+            told |= {"truncated": True, "next_line": result["start_line"] + kept}
+        result = fitted({**told, "content": "".join(lines[:kept])}, BUDGET)
+    return result
 
 
-def get_project_groups(call: Call, args: Args) -> str:
+def get_project_groups(call: Call, args: Args) -> Any:
     def group(stream: JsonStream) -> dict[str, Any]:
         answer = stream.value()
         if answer is None:  # an empty body: nothing found
@@ -1602,14 +1721,14 @@ def get_project_groups(call: Call, args: Args) -> str:
     found = call.authorized("POST", "/api/public/admin/server/project-groups", group, wanted)
     wanted = {"action": "list", "type": "project", "parent": found["project_group_id"]}
     listed = call.authorized("POST", "/api/public/admin/server/containers", members, wanted)
-    return encode({**found, "projects": listed})
+    return fitted({**found, "projects": listed}, BUDGET)
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool as clients see it, and the function that makes the text of its result."""
+    """A tool as clients see it, and the function that makes its result."""
 
-    run: Callable[[Call, Args], str]
+    run: Callable[[Call, Args], Any]
     title: str
     about: str
     required: tuple[Param, ...] = ()
@@ -1629,13 +1748,17 @@ class Tool:
 
 TOOLS = {
     "get_projects": Tool(
-        get_projects, "List projects", "All projects with their branches: start here."),
+        get_projects, "List projects", "All projects with their branches: start here.", (),
+        (Param("name_filter", "text", "Part of a project's or branch's name. Default: all."),
+         Param("limit", "count", "Most projects, 0 = all. Default: what fits."),
+         Param("offset", "count", "Projects to skip. Default: 0.", 0))),
     "get_snapshots": Tool(
         get_snapshots, "List snapshots",
         "Snapshots of a branch, newest first, with markers counted.",
         (PROJECT, BRANCH),
         (Param("name_filter", "text", "Substring or regex of the name. Default: all."),
-         Param("limit", "count", "Most snapshots. Default: 0 = all."))),
+         Param("limit", "count", "Most snapshots, 0 = all. Default: what fits."),
+         Param("offset", "count", "Snapshots to skip. Default: 0.", 0))),
     "get_project_stats": Tool(
         get_project_stats, "Snapshot statistics",
         "Totals of a snapshot by severity, review status and checker.",
@@ -1654,10 +1777,11 @@ TOOLS = {
         (Param("base_snapshot_id", "text", "Older snapshot."),),
         (Param("head_snapshot_id", "text",
                "Newer snapshot. Default: base against the one before it."),
-         Param("level", "count", "0 statistics, 1 ids too, 2 markers. Default: 0.", 0,
+         Param("level", "count", "0 statistics, 1 ids too, 2 markers. Default: 0.",
                allowed=(0, 1, 2)),
          CHECKER_INFO, Param("limit", "count", "Most markers per category, 0 = all. Default: 20."),
          FIELDS,
+         Param("offset", "count", "Markers to skip in each category. Default: 0.", 0),
          Param("categories", "list", "Lists of markers. Default: all.", allowed=CATEGORIES),
          *NAMING)),
     "get_advanced_file_preview": Tool(
@@ -1681,7 +1805,8 @@ def answer(call: Call, name: str, given: Mapping[str, Any]) -> tuple[str, bool]:
             raise ToolFailure("invalid_argument", f"there is no tool {shorten(name)!r} here",
                               "Call one of the allowed tools.", allowed=list(offered))
         tool = TOOLS[name]
-        return tool.run(call, read_arguments(tool.required, tool.optional, given)), False
+        args = read_arguments(tool.required, tool.optional, given)
+        return encode(tool.run(call, args)), False
     except ToolFailure as failure:
         return failure.text(), True
     except Exception as error:  # told without its own text, which may quote anything
@@ -1998,7 +2123,7 @@ def check(svacer: Svacer) -> int:
         print("TLS        ", tls)
         print(f"login       {settings.login} accepted")
         step, started = "projects", time.monotonic()
-        names = [str(project["project_name"]) for project in projects(call)]
+        names = projects(call, lambda rows: [str(row["project_name"]) for row in rows])
         print(f"projects    {len(names)}: {', '.join(names[:10])}{', …' * (len(names) > 10)}")
         print(f"round trip  {1000 * (time.monotonic() - started):.0f} ms")
         return 0

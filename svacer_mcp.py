@@ -854,7 +854,7 @@ class Connections(urllib.request.AbstractHTTPHandler):
         connection = self.kept() or self.opened(req, tls)
         try:
             return self.sent(req, connection)
-        except (ConnectionError, TimeoutError, ssl.SSLEOFError) as error:
+        except (ConnectionError, TimeoutError, ssl.SSLError) as error:
             connection.close()
             silent = isinstance(error, TimeoutError) and error.errno is None  # not dead, but slow
             if silent or not connection.used or req.call.aborted.is_set():

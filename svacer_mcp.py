@@ -839,6 +839,9 @@ class Connection(http.client.HTTPConnection):
         return True
 
 
+PROXY_LOGIN = "Proxy-authorization"  # as urllib's ProxyHandler spells it
+
+
 class Connections(urllib.request.AbstractHTTPHandler):
     """Sends urllib's requests over connections that are kept open for the next ones."""
 
@@ -881,20 +884,20 @@ class Connections(urllib.request.AbstractHTTPHandler):
     def opened(self, req: Any, tls: ssl.SSLContext | None) -> Connection:
         connection = Connection(req.host, tls, req.timeout)
         if req._tunnel_host:  # through a proxy, whose address is `host`
-            headers = {name: value for name in ("Proxy-authorization",)
-                       if (value := req.unredirected_hdrs.pop(name, None))}
-            connection.set_tunnel(req._tunnel_host, headers=headers)
+            connection.set_tunnel(req._tunnel_host, headers={
+                name: value for name, value in req.headers.items() if name == PROXY_LOGIN})
             connection.name = urlsplit(f"//{req._tunnel_host}").hostname or ""
         return connection
 
     def sent(self, req: Any, connection: Connection) -> Any:
         """The head of the answer; the connection is kept once its body has been read."""
         connection.call = req.call
-        if connection.sock:
-            connection.owned(connection.sock)
         headers = {name.title(): value
-                   for name, value in {**req.headers, **req.unredirected_hdrs}.items()}
+                   for name, value in {**req.headers, **req.unredirected_hdrs}.items()
+                   if name != PROXY_LOGIN or not req._tunnel_host}  # else it goes to Svacer
         try:
+            if connection.sock:
+                connection.owned(connection.sock)
             connection.request(req.get_method(), req.selector, req.data, headers)
             response: Any = connection.getresponse()
         except BaseException:

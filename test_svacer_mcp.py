@@ -3120,6 +3120,23 @@ def test_a_proxy_is_used_for_remote_hosts(
     assert b"uthorization" not in b"".join(heads)
 
 
+def test_a_proxy_alone_gets_the_login_for_it(
+        tmp_path: Path, monkeypatch: Patch, tunnel: Any) -> None:
+    with FakeSvacer(ssl_context=certified(tmp_path, "svacer.example")) as remote:
+        heads = tunnel(remote)
+        address = urlsplit(os.environ["https_proxy"]).netloc
+        monkeypatch.setenv("https_proxy", f"http://me:canary@{address}")
+        svacer = in_process("https://svacer.example", SVACER_CA_FILE=tmp_path / "ca.pem")
+        for made in (1, 1, 2):
+            if made > len(heads):
+                remote.hang_up()
+            assert works(svacer) and len(heads) == made
+        login = base64.b64encode(b"me:canary")
+        assert all(b"Basic " + login in head for head in heads)
+        sent = [name.lower() for entry in remote.log for name in entry["headers"]]
+        assert "authorization" in sent and "proxy-authorization" not in sent
+
+
 # ---- What clients do over stdio ------------------------------------------------------------------
 
 class StdioServer:

@@ -513,6 +513,7 @@ LOST: tuple[tuple[Any, str, bool, bool, str, str], ...] = (
     (OSError, "unavailable", True, False, "cannot be reached ({reason})",
      "Check SVACER_URL, the network and the proxy settings."),
 )
+PROXY_LOGIN = "Proxy-authorization"  # as urllib's ProxyHandler spells this header
 UNKNOWN_AUTHORITY = (2, 18, 19, 20, 21)  # OpenSSL's verify codes
 
 Body = Mapping[str, Any] | None  # of a request
@@ -839,9 +840,6 @@ class Connection(http.client.HTTPConnection):
         return True
 
 
-PROXY_LOGIN = "Proxy-authorization"  # as urllib's ProxyHandler spells it
-
-
 class Connections(urllib.request.AbstractHTTPHandler):
     """Sends urllib's requests over connections that are kept open for the next ones."""
 
@@ -858,14 +856,12 @@ class Connections(urllib.request.AbstractHTTPHandler):
         try:
             return self.sent(req, connection)
         except (ConnectionError, TimeoutError, ssl.SSLError) as error:
-            connection.close()
             silent = isinstance(error, TimeoutError) and error.errno is None  # not dead, but slow
             if silent or not connection.used or req.call.aborted.is_set():
                 raise
         with self.lock:  # that one had died while it was idle, and so have the others
-            stale, self.idle = self.idle, []
-        for other in stale:
-            other.close()
+            while self.idle:
+                self.idle.pop().close()
         return self.sent(req, self.opened(req, tls))
 
     https_open = http_open
@@ -1004,7 +1000,7 @@ def review_of(marker: Marker) -> tuple[str, str]:
     return review.get("severity") or UNREVIEWED[0], review.get("status") or UNREVIEWED[1]
 
 
-def cut(value: Any, elements: int, characters: int, lost: dict[str, int], key: str) -> Any:
+def trimmed(value: Any, elements: int, characters: int, lost: dict[str, int], key: str) -> Any:
     """A copy whose lists, mappings and strings have lost their ends; `lost` gets what there was."""
     most = characters if isinstance(value, str) else elements
     if isinstance(value, (str, list, dict)) and len(value) > most:
@@ -1012,9 +1008,9 @@ def cut(value: Any, elements: int, characters: int, lost: dict[str, int], key: s
     if isinstance(value, str):
         return value if len(value) <= most else value[:most] + "…"
     if isinstance(value, list):
-        return [cut(item, elements, characters, lost, key) for item in value[:most]]
+        return [trimmed(item, elements, characters, lost, key) for item in value[:most]]
     if isinstance(value, dict):
-        return {name[:characters]: cut(item, elements, characters, lost, name[:characters])
+        return {name[:characters]: trimmed(item, elements, characters, lost, name[:characters])
                 for name, item in islice(value.items(), most)}
     return value
 
@@ -1030,8 +1026,8 @@ def fitted(item: Any, room: float) -> Any:
     def shortened(elements: int, characters: int) -> Any:
         lost: dict[str, int] = {}
         if not isinstance(item, dict):
-            return cut(item, elements, characters, lost, "")
-        kept = {name: cut(value, elements, characters, lost, name) for name, value in item.items()}
+            return trimmed(item, elements, characters, lost, "")
+        kept = {key: trimmed(part, elements, characters, lost, key) for key, part in item.items()}
         return {"shortened": lost, **kept}
 
     for each in (2 * BUDGET, 100):  # characters of a string for each element of a list
@@ -1076,16 +1072,17 @@ class Page:
     def result(self, key: str, hint: str | None = None, **rest: Any) -> dict[str, Any]:
         """The counts, then `rest`, then the items under `key`, as many as fit in."""
         while True:
-            head = {"total_count": self.total, "returned_count": len(self.items),
+            told = {"total_count": self.total, "returned_count": len(self.items),
                     "truncated": self.next is not None, **rest}
-            head |= {} if self.next is None else {"next_offset": self.next}
-            head |= {"hint": hint} if hint else {}
-            over = size({**head, key: self.items}) - self.room if self.room < math.inf else 0
-            if over <= 0 or not self.items:
-                return fitted({**head, key: self.items}, self.room)  # type: ignore[no-any-return]
-            if len(self.items) == 1:
-                self.items = [fitted(self.items[0], max(0, size(self.items[0]) - over))]
-                return fitted({**head, key: self.items}, self.room)  # type: ignore[no-any-return]
+            told |= {} if self.next is None else {"next_offset": self.next}
+            told |= {"hint": hint} if hint else {}
+            told[key] = self.items
+            over = size(told) - self.room if self.room < math.inf else 0
+            if over <= 0:
+                return told
+            if len(self.items) < 2:
+                told[key] = self.items = [fitted(item, size(item) - over) for item in self.items]
+                return fitted(told, self.room)  # type: ignore[no-any-return]  # a mapping as well
             while over > 0 and len(self.items) > 1:
                 over -= size(self.items.pop()) + 1
 
@@ -1245,7 +1242,7 @@ class Names:
 
     @functools.cached_property
     def afresh(self) -> list[tuple[str, str, str]]:
-        projects(self.call, list)
+        projects(self.call, lambda rows: sum(1 for _ in rows))
         return self.call.svacer.names
 
     def named(self, argument: str, candidates: Callable[[Any], Iterable[tuple[str, Any]]]) -> str:
@@ -1562,8 +1559,8 @@ def page_room(args: Args, share: int = 1) -> float:
 def get_snapshots(call: Call, args: Args) -> Any:
     names = Names(call, args)
     rows = snapshots(call, names.project, names.branch, args["name_filter"] or "")
-    page = Page(lambda row: {**row, "markers_count": BUDGET}, args["limit"] or 0,  # as long as one
-                args["offset"], page_room(args)).fill(rows)
+    page = Page(lambda row: {**row, "markers_count": 10_000},  # takes the room of the real one
+                args["limit"] or 0, args["offset"], page_room(args)).fill(rows)
     page.array("snapshots")  # drops what does not fit, before it is counted
     count_markers(call, names.project, names.branch, page.items)
     return page.array("snapshots")
@@ -1668,12 +1665,12 @@ def get_diff(call: Call, args: Args) -> Any:
     stats, pages = call.get("/api/public/diff", read, snapshot_v1=base, snapshot_v2=head,
                             level=level, checker_info=level == 2 and args["checker_info"])
     stats = fitted(stats, BUDGET / 4)
-    for page in pages.values():  # what is around them takes its share, too
-        page.room -= (size({"stats": stats, "shortened": dict.fromkeys(CATEGORIES, BUDGET)}) + 80
-                      ) / len(wanted)
-    told = {name: page.result("markers") for name, page in pages.items()}
     if not level:
         return {"stats": stats}
+    around = size({"stats": stats, "shortened": dict.fromkeys(CATEGORIES, BUDGET)}) + 80
+    for page in pages.values():
+        page.room -= around / len(wanted)
+    told = {name: page.result("markers") for name, page in pages.items()}
     if level == 1:
         short = {name: page.total for name, page in pages.items() if page.next is not None}
         return {"stats": stats, **({"shortened": short} if short else {}),

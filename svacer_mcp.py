@@ -40,6 +40,7 @@ import logging
 import math
 import os
 import re
+import select
 import signal
 import socket
 import ssl
@@ -52,14 +53,20 @@ import urllib.error
 import urllib.request
 import zlib
 from bisect import bisect
-from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Future,
+    InvalidStateError,
+    ThreadPoolExecutor,
+    wait,
+)
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus, urlencode, urljoin, urlsplit
@@ -81,12 +88,18 @@ ON_REQUEST = {"review_history": "review_history", "comments": "comment_history",
 CHUNK = 64 * 1024  # bytes read at once
 LARGEST_VALUE = 16 * 1024 * 1024  # characters of one JSON value
 BUDGET = 40_000  # bytes of a result whose size the caller did not choose
+STATE = ("markers_count", "by_severity", "by_review_status")  # what lists tell of statistics
+SEEN = ("snapshot_id", "name", "import_time")  # what tells where a marker occurs
+STATES_MOST = 100  # branches whose newest snapshot is counted for one list of projects
 NAMES_FOR = 60  # seconds for which names of projects and branches are remembered
 WORKERS = 64  # tool calls that run at the same time; others wait
-COUNTS_AT_ONCE = 8  # requests in flight while get_snapshots counts markers
+HELPERS = 32  # threads in which calls that make many requests have some of them at once
+AT_ONCE = 8  # requests in flight for one of these calls
 COUNTS_KEPT = 10_000  # snapshots whose number of markers is remembered
 PAUSES = (0.3, 1.0)  # seconds before the second and the third try of a GET
+COMPLETION_TIME = 5  # seconds in which names are suggested, or none
 REFUSED_FOR = 30  # seconds in which refused credentials are not tried again
+SECRETS_KEPT = 200  # passwords and JWTs that texts from Svacer are searched for
 IDLE_MOST, IDLE_FOR = 8, 30  # connections kept open, and seconds; firewalls forget longer ones
 # The kernel's word that the other side is gone: it answers no probe while a call waits, or does not
 # acknowledge for 5 seconds what was sent. A Svacer that is only slow does both.
@@ -99,6 +112,7 @@ UUID = "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 
 logger = logging.getLogger("svacer_mcp")
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 # ---- Errors and the text of results --------------------------------------------------------------
@@ -154,16 +168,16 @@ def shorten(text: object, most: int = 100) -> str:
 # A reader makes a value of a variable's text; it fails on a wrong one with ValueError, LookupError
 # or OSError, and what the variable takes is said by its entry in Settings.
 
-def seconds(text: str) -> float:
-    if not 0 < float(text) <= 86400:
-        raise ValueError
-    return float(text)
+def above_0(kind: Callable[[str], float], most: int) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        if not 0 < kind(text) <= most:
+            raise ValueError
+        return kind(text)
+
+    return read
 
 
-def port_number(text: str) -> int:
-    if not 0 < int(text) < 65536:
-        raise ValueError
-    return int(text)
+SECONDS, PORT = above_0(float, 86400), above_0(int, 65535)
 
 
 def one_of(*names: str) -> Callable[[str], str]:
@@ -178,8 +192,11 @@ def tool_names(text: str) -> tuple[str, ...]:
 
 
 def web_address(text: str) -> str:
-    """An http(s) URL without query, fragment and final slash; the host in ASCII."""
-    parts = urlsplit(text.strip())
+    """An http(s) URL without query, fragment and final slash; the host in ASCII.
+
+    A link copied from Svacer's web interface becomes Svacer's own address.
+    """
+    parts = urlsplit(re.split(rf"/mode/review|/project/{UUID}|/api/public", text.strip())[0])
     if (parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc
             or re.search(r'[\s"<>\\]', parts.netloc + parts.path)):
         raise ValueError
@@ -187,11 +204,6 @@ def web_address(text: str) -> str:
     host = f"[{host}]" if ":" in host else host
     port = "" if parts.port is None else f":{parts.port}"
     return f"{parts.scheme}://{host}{port}{quote(parts.path, safe='/%:@!$&()*+,;=~').rstrip('/')}"
-
-
-def base_url(text: str) -> str:
-    """Svacer's own address, also out of a link copied from its web interface."""
-    return web_address(re.split(rf"/mode/review|/project/{UUID}|/api/public", text)[0])
 
 
 def origin_of(url: str) -> str:
@@ -216,30 +228,55 @@ def certificates(text: str) -> str:
     return text.strip()
 
 
+def read_file(path: str, errors: str = "strict") -> str:
+    if Path(path).is_fifo():  # it would be waited for
+        raise OSError(0, "it is a pipe")
+    return Path(path).read_text("utf-8-sig", errors)
+
+
+def read_secret(path: str) -> str:
+    secret = read_file(path).rstrip("\r\n")
+    if not secret.strip():
+        raise ValueError
+    return secret
+
+
+def secret_file(text: str) -> str:
+    return text.strip() if read_secret(text.strip()) else ""
+
+
 def setting(read: Callable[[str], Any], default: Any, about: str, secret: bool = False) -> Any:
     return field(default=default, metadata={"read": read, "about": about, "secret": secret})
 
 
-@dataclass(frozen=True)
+@dataclass
 class Settings:
     """What the environment says: SVACER_URL is `url`, and so on. `--help` prints this table."""
 
-    url: str = setting(base_url, DEMO_URL, "http(s) URL of Svacer, without user and password")
+    url: str = setting(web_address, DEMO_URL, "http(s) URL of Svacer, without user and password")
     login: str = setting(str.strip, "admin", "name of a Svacer account")
     password: str = setting(str, "admin", "its password", secret=True)
-    timeout: float = setting(seconds, 30, "number of seconds without a byte from Svacer")
-    call_timeout: float = setting(seconds, 120, "number of seconds for one tool call in all")
+    password_file: str | None = setting(
+        secret_file, None, "a readable file that holds it, in place of SVACER_PASSWORD")
+    timeout: float = setting(SECONDS, 30, "number of seconds without a byte from Svacer")
+    call_timeout: float = setting(SECONDS, 120, "number of seconds for one tool call in all")
     ca_file: str | None = setting(certificates, None, "PEM file of the internal authority")
     auth_type: str | None = setting(one_of("svacer", "ldap"), None, "login with svacer or ldap")
     ldap_server: str | None = setting(str.strip, None, "name of the LDAP server to log in with")
+    project: str | None = setting(
+        str.strip, None, "project that tools ask about when a call names none: name, id or link")
+    branch: str | None = setting(
+        str.strip, None, "branch that tools ask about when a call names none: name, id or link")
     tools: tuple[str, ...] = setting(
         tool_names, TOOL_NAMES, "the tools to offer, separated by commas: " + ", ".join(TOOL_NAMES))
     transport: str = setting(one_of("stdio", "http"), "stdio", "stdio or http")
     http_host: str = setting(str.strip, "127.0.0.1", "address to listen on")
-    http_port: int = setting(port_number, 8000, "port to listen on, 1 to 65535")
+    http_port: int = setting(PORT, 8000, "port to listen on, 1 to 65535")
     mcp_token: str | None = setting(
-        str.strip, None, "the secret that clients send as bearer token, required for http, such as "
+        str, None, "the secret that clients send as bearer token, required for http, such as "
         "the output of: openssl rand -hex 32", secret=True)
+    mcp_token_file: str | None = setting(
+        secret_file, None, "a readable file that holds it, in place of SVACER_MCP_TOKEN")
     mcp_resource_url: str | None = setting(
         web_address, None, "public http(s) URL of this server, else http://localhost:PORT")
     mcp_allowed_origins: tuple[str, ...] = setting(
@@ -248,6 +285,13 @@ class Settings:
         one_of("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"), "WARNING",
         "what to write to stderr: DEBUG, INFO, WARNING, ERROR or CRITICAL")
     given: Mapping[str, str] = field(default_factory=dict, compare=False)  # variable: its .env file
+
+    def current(self, name: str) -> str:
+        """A secret as its file has it now; while that cannot be read, as it was last."""
+        if path := getattr(self, f"{name}_file"):
+            with suppress(OSError, ValueError):
+                setattr(self, name, read_secret(path))
+        return str(getattr(self, name) or "")
 
 
 VARIABLES = {f"SVACER_{item.name.upper()}": item for item in fields(Settings) if item.metadata}
@@ -259,16 +303,8 @@ NOT_SET = re.compile(r"\s*(\$\{[^}]*\}\s*)?")
 
 def read_env_file(path: str) -> dict[str, str]:
     """The SVACER_ variables of a .env file; quotes and comments are gone, nothing is expanded."""
-    lines = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
-    found = filter(None, map(ENV_LINE.fullmatch, lines))
+    found = filter(None, map(ENV_LINE.fullmatch, read_file(path, "replace").splitlines()))
     return {line[1]: line[2] or line[3] or line[4] or "" for line in found}
-
-
-def read_secret(path: str) -> str:
-    secret = Path(path).read_text(encoding="utf-8-sig").rstrip("\r\n")
-    if not secret.strip():
-        raise ValueError
-    return secret
 
 
 def load_settings(environ: Mapping[str, str], env_file: str | None = None) -> Settings:
@@ -279,46 +315,41 @@ def load_settings(environ: Mapping[str, str], env_file: str | None = None) -> Se
     Blank values and ${NAME} placeholders count as not set. Raises SettingsError, which names
     every wrong setting.
     """
-    wrong: list[str] = []
-    given: dict[str, str] = {}
-    file = ""
+    wrong, file = list[str](), ""
+    lines: dict[str, str] = {}
     values: dict[str, Any] = {}
     for path in [env_file] if env_file else [".env", f"{Path(__file__).resolve().parent}/.env"]:
         try:
-            if not given:
-                given, file = read_env_file(path), os.path.abspath(path)
+            if not lines:
+                lines, file = read_env_file(path), os.path.abspath(path)
         except OSError as error:
             if env_file:
                 wrong.append(f"--env-file names {path}, which cannot be read: {error.strerror}")
-    given = {name: value for name, value in given.items() if not NOT_SET.fullmatch(value)}
-    real = {name: value for name, value in environ.items()
-            if name.startswith("SVACER_") and not NOT_SET.fullmatch(value)}
-    sources = dict.fromkeys(given, file) | dict.fromkeys(real, "")
-    given |= real
+    given = {name: (text, source) for held, source in ((lines, file), (environ, ""))
+             for name, text in held.items()
+             if name.startswith("SVACER_") and not NOT_SET.fullmatch(text)}
     for variable, item in VARIABLES.items():
-        read, about, secret = (item.metadata[key] for key in ("read", "about", "secret"))
-        held = given.pop(variable, None)
-        path = given.pop(f"{variable}_FILE", "").strip() if secret else ""
-        if path and held:
+        held, about = given.get(variable, ("", ""))[0], item.metadata["about"]
+        try:
+            if held:
+                values[item.name] = item.metadata["read"](held)
+        except (ValueError, LookupError, OSError):
+            hidden = item.metadata["secret"] or "@" in held
+            shown = "wrong" if hidden else repr(shorten(held, 200))
+            wrong.append(f"{variable} is {shown}, but takes: {about}")
+        if held and f"{variable}_FILE" in given:
             wrong.append(f"{variable} and {variable}_FILE are both set, but one takes the place of"
                          " the other")
-        if path:
-            variable, held, secret = f"{variable}_FILE", path, False
-            about = "a readable file that holds the secret"
-        try:
-            if held is not None:
-                values[item.name] = read(read_secret(held) if path else held)
-        except (ValueError, LookupError, OSError):
-            shown = "wrong" if secret or "@" in str(held) else repr(shorten(held, 200))
-            wrong.append(f"{variable} is {shown}, but takes: {about}")
-    if values.get("transport") == "http" and not ("mcp_token" in values or "_TOKEN" in str(wrong)):
-        wrong.append("SVACER_MCP_TOKEN is not set, but http takes a secret in it, such as the "
-                     "output of: openssl rand -hex 32")
+        if (variable == "SVACER_MCP_TOKEN" and values.get("transport") == "http"
+                and given.keys().isdisjoint((variable, f"{variable}_FILE"))):
+            wrong.append(f"{variable} is not set, but takes: {about}")
     if wrong:
         raise SettingsError("\n".join(f"svacer_mcp: {sentence}." for sentence in wrong))
-    for name in given:  # there is no level for the log yet
+    for name in given.keys() - VARIABLES:  # there is no level for the log yet
         print(f"svacer_mcp: {name} is not a setting, --help lists them.", file=sys.stderr)
-    return Settings(**values, given=sources)
+    settings = Settings(**values, given={name: source for name, (_, source) in given.items()})
+    settings.current("password")
+    return settings
 
 
 # ---- JSON as a stream ----------------------------------------------------------------------------
@@ -517,6 +548,7 @@ PROXY_LOGIN = "Proxy-authorization"  # as urllib's ProxyHandler spells this head
 UNKNOWN_AUTHORITY = (2, 18, 19, 20, 21)  # OpenSSL's verify codes
 
 Body = Mapping[str, Any] | None  # of a request
+Outcome = str | ToolFailure | None  # of a login: a JWT; None when its call was broken off
 Reader = Callable[[JsonStream], T]  # makes something of the answer
 
 
@@ -525,16 +557,15 @@ class Svacer:
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        self.workers = ThreadPoolExecutor(WORKERS)
-        self.running = 0  # tool calls
-        self.login_lock = threading.Lock()  # held while logging in, so that one login serves all
-        self.jwt, self.renew_at = "", math.inf
-        self.refusal: ToolFailure | None = None
-        self.refused_until = 0.0
+        self.workers, self.helpers = ThreadPoolExecutor(WORKERS), ThreadPoolExecutor(HELPERS)
+        self.lock = threading.Lock()  # for what follows
+        self.login: Future[Outcome] = Future()  # the last one, or the one that is going on
+        self.login.set_result(None)
+        self.password, self.renew_at = "", 0.0  # with which it is made, until when it counts
+        self.secrets: deque[str] = deque(maxlen=SECRETS_KEPT)  # sent lately, never to be told
         self.names: list[tuple[str, str, str]] = []  # project: id, name, branches as JSON
         self.names_until = 0.0
-        self.counts_lock = threading.Lock()
-        self.counts: OrderedDict[str, int] = OrderedDict()  # snapshot id: number of its markers
+        self.counts: dict[str, int] = {}  # snapshot id: number of its markers
         local = is_loopback(urlsplit(settings.url).hostname or "")
         self.opener = urllib.request.OpenerDirector()
         for handler in (  # without urllib's own for redirects, which takes the JWT to any host
@@ -556,37 +587,59 @@ class Svacer:
         return context
 
     def token(self, call: Call, rejected: str = "") -> str:
-        """The JWT for the next request; logs in when there is none, or it was `rejected`."""
-        with self.login_lock:
-            now = time.monotonic()
-            if self.refusal and now < self.refused_until:
-                raise self.refusal.with_traceback(None)
-            if self.jwt in ("", rejected) or now >= self.renew_at:
-                self.jwt, self.refusal = "", None
-                try:
-                    self.jwt = call.log_in()
-                except ToolFailure as failure:
-                    failure.again = False  # a login is never sent twice for one request
-                    if failure.code in ("unauthorized", "forbidden"):
-                        self.refusal, self.refused_until = failure, now + REFUSED_FOR
-                    elif failure.code in ("invalid_argument", "not_found"):
-                        failure.advice = CHECK_LOGIN
-                    raise
-                life = lifetime(self.jwt)
-                self.renew_at = time.monotonic() + life - min(30, life / 10)
-            return self.jwt
+        """The JWT for the next request; logs in when there is none, or it was `rejected`.
 
-    def known_count(self, snapshot: str) -> int | None:
-        with self.counts_lock:
-            if snapshot in self.counts:
-                self.counts.move_to_end(snapshot)
-            return self.counts.get(snapshot)
+        One call logs in for all that wait for it, and they share its failure, too. When it is
+        broken off meanwhile, the next one logs in.
+        """
+        while True:
+            with self.lock:
+                login = self.login
+                if mine := login.done() and not self.lasts(login.result(), rejected):
+                    login = self.login = Future()
+                    self.password = self.settings.current("password")
+            if mine:
+                call.aborted.add_done_callback(functools.partial(settle, login))
+                self.log_in(call, login)
+            else:
+                call.wait_for(login)
+            outcome = login.result() if login.done() else None
+            if isinstance(outcome, str):
+                return outcome
+            if outcome:
+                raise outcome.with_traceback(None)
+            call.check()
 
-    def remember_count(self, snapshot: str, count: int) -> None:
-        with self.counts_lock:
-            self.counts[snapshot] = count
-            if len(self.counts) > COUNTS_KEPT:
-                self.counts.popitem(last=False)
+    def lasts(self, outcome: Outcome, rejected: str) -> bool:
+        """Whether a login need not be made again."""
+        if outcome is None or outcome == rejected or time.monotonic() >= self.renew_at:
+            return False
+        return isinstance(outcome, str) or self.settings.current("password") == self.password
+
+    def log_in(self, call: Call, login: Future[Outcome]) -> None:
+        outcome: Outcome = None
+        until = 0.0
+        try:
+            outcome = jwt = call.log_in(self.password)
+            life = lifetime(jwt)
+            until = time.monotonic() + life - min(30, life / 10)
+        except ToolFailure as failure:
+            outcome = failure
+            failure.again = False  # a login is never sent twice for one request
+            if failure.code in ("unauthorized", "forbidden"):
+                until = time.monotonic() + REFUSED_FOR
+            elif failure.code in ("invalid_argument", "not_found"):
+                failure.advice = CHECK_LOGIN
+        finally:
+            with self.lock, suppress(InvalidStateError):  # then the call was broken off
+                login.set_result(outcome)
+                self.renew_at = until
+
+
+def settle(future: Future[Any], _: object = None) -> None:
+    """Ends the wait for what a call that was broken off would have done."""
+    with suppress(InvalidStateError):  # it has done it
+        future.set_result(None)
 
 
 def lifetime(jwt: str) -> float:
@@ -605,10 +658,9 @@ class Call:
     def __init__(self, svacer: Svacer):
         self.svacer, self.settings = svacer, svacer.settings
         self.ends = time.monotonic() + svacer.settings.call_timeout
-        self.aborted = threading.Event()
+        self.aborted: Future[None] = Future()
         self.lock = threading.Lock()  # held to take a connection, give it back or break it off
         self.sockets: dict[Connection, socket.socket] = {}
-        self.jwt = ""  # the last one that was sent
         self.progress: Callable[[], tuple[float, float | None, str]] = lambda: (0, None, "")
 
     def left(self) -> float:
@@ -616,15 +668,69 @@ class Call:
 
     def abort(self) -> None:
         """Ends whatever the call is waiting for; from any thread, at any time."""
-        self.aborted.set()
+        settle(self.aborted)
         with self.lock:
             for sock in self.sockets.values():
                 with suppress(OSError):  # an SSLSocket's own is not for threads
                     socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
+    def wait_for(self, future: Future[Any], seconds: float = math.inf) -> None:
+        """Waits until it is done, the time is up or the call is over."""
+        wait([future, self.aborted], min(seconds, self.left()), FIRST_COMPLETED)
+
     def check(self) -> None:
-        if self.aborted.is_set():
+        """Fails when the call is over."""
+        if not self.left():
+            self.abort()
+        if self.aborted.done():
             raise ToolFailure("timeout", "the call was broken off", LATER, retry=True)
+
+    def together(self, work: Callable[[T], R], items: Iterable[T],
+                 news: str) -> list[R | ToolFailure]:
+        """`work` for each item, in their order; a ToolFailure for what failed or came too late.
+
+        Calls take turns: each has one place in the queue of the helpers, and gets the next one when
+        an item is begun. After nine tenths of the time left it breaks the call off.
+        """
+        waiting, lock, going, queued = deque(enumerate(items)), threading.Lock(), 0, False
+        late = ToolFailure("timeout", "it did not end in time", LATER, retry=True)
+        results: list[R | ToolFailure] = [late] * len(waiting)
+        done: Future[None] = Future()
+
+        def queue() -> None:
+            nonlocal queued
+            if waiting and not queued and going < AT_ONCE:
+                queued = True
+                self.svacer.helpers.submit(take)
+            elif not waiting and not going:
+                settle(done)
+
+        def take() -> None:
+            nonlocal going, queued
+            with lock:
+                (place, item), queued, going = waiting.popleft(), False, going + 1
+                queue()
+            try:
+                self.check()
+                results[place] = work(item)
+            except ToolFailure as failure:
+                results[place] = failure
+            except Exception as error:
+                with suppress(InvalidStateError):  # there was another one
+                    done.set_exception(error)
+            with lock:
+                going -= 1
+                queue()
+
+        self.progress = lambda: (len(results) - len(waiting) - going, len(results), news)
+        with lock:
+            queue()
+        self.wait_for(done, 0.9 * self.left())
+        if done.done():
+            done.result()  # raises what `work` did
+        else:
+            self.abort()  # nothing follows that needs Svacer
+        return [*results]
 
     def get(self, path: str, read: Reader[T], **query: Any) -> T:
         """What `read` makes of the answer; it starts afresh when the connection breaks.
@@ -641,10 +747,10 @@ class Call:
                 return self.authorized("GET", target, read)
             except ToolFailure as failure:
                 pause = max(pause, failure.pause)
-                if not failure.again or self.aborted.is_set() or pause >= self.left():
+                if not failure.again or self.aborted.done() or pause >= self.left():
                     raise
                 logger.info("%s; trying again in %.1f s", failure.message, pause)
-            self.aborted.wait(pause)
+            self.wait_for(self.aborted, pause)
         raise AssertionError("the last try returns or raises")
 
     def authorized(self, method: str, target: str, read: Reader[T], body: Body = None) -> T:
@@ -657,15 +763,17 @@ class Call:
                 raise
         return self.exchange(method, target, read, body, self.svacer.token(self, rejected=jwt))
 
-    def log_in(self) -> str:
+    def log_in(self, password: str) -> str:
         """A new JWT."""
-        wanted = {"login": self.settings.login, "password": self.settings.password,
+        wanted = {"login": self.settings.login, "password": password,
                   "auth_type": self.settings.auth_type, "server": self.settings.ldap_server}
+        self.svacer.secrets.append(password)
 
         def read(stream: JsonStream) -> str:
             jwt = stream.value()["token"]
             if not re.fullmatch(r"[\x21-\x7e]+", jwt):
                 raise BadJson("a token that cannot be sent")
+            self.svacer.secrets.append(jwt)
             return str(jwt)
 
         body = {key: value for key, value in wanted.items() if value is not None}
@@ -679,7 +787,7 @@ class Call:
         if body is not None:
             data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
         if jwt:
-            headers["Authorization"], self.jwt = f"Bearer {jwt}", jwt
+            headers["Authorization"] = f"Bearer {jwt}"
         url = self.settings.url + target
         for _ in range(5):
             self.check()
@@ -772,7 +880,7 @@ class Call:
 
     def scrub(self, text: str, most: int = 100) -> str:
         """A text from outside, shortened, and without our secrets, should it repeat one."""
-        for secret in filter(None, (self.settings.password, self.svacer.jwt, self.jwt)):
+        for secret in {*self.svacer.secrets} - {""}:
             spellings = {secret, quote(secret, safe=""), quote_plus(secret),
                          json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]}
             for spelling in sorted(spellings, key=len, reverse=True):
@@ -857,7 +965,7 @@ class Connections(urllib.request.AbstractHTTPHandler):
             return self.sent(req, connection)
         except (ConnectionError, TimeoutError, ssl.SSLError) as error:
             silent = isinstance(error, TimeoutError) and error.errno is None  # not dead, but slow
-            if silent or not connection.used or req.call.aborted.is_set():
+            if silent or not connection.used or req.call.aborted.done():
                 raise
         with self.lock:  # that one had died while it was idle, and so have the others
             while self.idle:
@@ -912,7 +1020,7 @@ class Connections(urllib.request.AbstractHTTPHandler):
         spare: Connection | None = connection
         assert call
         with call.lock, self.lock:
-            if whole and connection.sock and not call.aborted.is_set():
+            if whole and connection.sock and not call.aborted.done():
                 del call.sockets[connection]
                 connection.call, connection.used = None, True
                 connection.idle_since = time.monotonic()
@@ -974,7 +1082,6 @@ def segment(text: str) -> str:
 # ---- The shape of results ------------------------------------------------------------------------
 
 Marker = dict[str, Any]
-UNREVIEWED = ("Unspecified", "Undecided")
 
 
 def each_marker(stream: JsonStream) -> Iterator[Marker]:
@@ -982,22 +1089,23 @@ def each_marker(stream: JsonStream) -> Iterator[Marker]:
     return stream.values(dict)
 
 
-def each_wrapped_marker(stream: JsonStream) -> Iterator[Marker]:
-    """The markers of a list of `{..., "markers": [marker]}`, one for each snapshot."""
+def each_wrapped(stream: JsonStream) -> Iterator[tuple[dict[str, Any], Marker]]:
+    """The markers of a list of `{..., "markers": [marker]}`, one for each snapshot.
+
+    Each comes with the rest of its wrapper, which is complete only at the end.
+    """
     for _ in stream.array():
+        wrapper: dict[str, Any] = {}
         for key in stream.object():
             if key == "markers":
-                yield from each_marker(stream)
+                for marker in each_marker(stream):
+                    yield wrapper, marker
             else:
-                stream.value()
+                wrapper[key] = stream.value()
 
 
-def review_of(marker: Marker) -> tuple[str, str]:
-    """Severity and status as Svacer's statistics count them."""
-    review = marker.get("review")
-    if not review:
-        return UNREVIEWED
-    return review.get("severity") or UNREVIEWED[0], review.get("status") or UNREVIEWED[1]
+def each_wrapped_marker(stream: JsonStream) -> Iterator[Marker]:
+    return (marker for _, marker in each_wrapped(stream))
 
 
 def trimmed(value: Any, elements: int, characters: int, lost: dict[str, int], key: str) -> Any:
@@ -1063,6 +1171,9 @@ class Page:
                     self.items.append(value)
         return self
 
+    def counts(self) -> dict[str, int]:
+        return {"total_count": self.total}
+
     @property
     def next(self) -> int | None:
         """Where the list goes on after this page."""
@@ -1072,7 +1183,7 @@ class Page:
     def result(self, key: str, hint: str | None = None, **rest: Any) -> dict[str, Any]:
         """The counts, then `rest`, then the items under `key`, as many as fit in."""
         while True:
-            told = {"total_count": self.total, "returned_count": len(self.items),
+            told = {**self.counts(), "returned_count": len(self.items),
                     "truncated": self.next is not None, **rest}
             told |= {} if self.next is None else {"next_offset": self.next}
             told |= {"hint": hint} if hint else {}
@@ -1090,6 +1201,49 @@ class Page:
         """The items alone where they are all that there is, or all that the caller wanted."""
         told = self.result(key, "Pass next_offset as offset, or a name_filter.")
         return told if self.next is not None and self.room < math.inf else self.items
+
+
+class MarkerPage(Page):
+    """The part of the markers which pass the filters of a call, or of the groups they make."""
+
+    def __init__(self, args: Mapping[str, Any], limit: int, room: float):
+        self.keys, self.grouped = args["group_by"], 0  # markers in the groups
+        super().__init__(dict if self.keys else self.shown, limit, args["offset"], room)
+        self.filters = [(TESTS[name], args[name]) for name in TESTS if args.get(name)]
+        self.missing = dict.fromkeys(args.get("ids") or ())  # ids that no marker has
+        self.project = projection(args["fields"], args)
+        self.in_full = args.get("occurrences") or args.get("source_lines")
+        self.whole: list[Marker] = []  # the markers of `items` in full, where they are needed
+
+    def shown(self, marker: Marker) -> Marker:
+        if self.in_full:
+            self.whole.append(marker)
+        return self.project(marker)
+
+    def passes(self, marker: Marker) -> bool:
+        for test, values in self.filters:
+            if not test(values, marker):
+                return False
+        if self.missing:
+            for key in (marker.get("id"), marker.get("invariant")):
+                self.missing.pop(key, None)
+        return True
+
+    def fill(self, markers: Iterable[Marker]) -> Page:
+        kept = filter(self.passes, markers) if self.filters else markers
+        if not self.keys:
+            return super().fill(kept)
+        groups = counted(kept, self.keys)
+        self.grouped = sum(count for _, count in groups)
+        return super().fill({**dict(zip(self.keys, values)), "count": count}  # noqa: B905  # alike
+                            for values, count in groups)
+
+    def counts(self) -> dict[str, int]:
+        return ({"total_count": self.grouped, "groups_count": self.total} if self.keys else
+                super().counts())
+
+    def listed(self, hint: str | None = None, key: str = "markers", **rest: Any) -> dict[str, Any]:
+        return self.result("groups" if self.keys else key, hint, **rest)
 
 
 def projection(wanted: list[str] | None, args: Mapping[str, Any]) -> Callable[[Marker], Marker]:
@@ -1130,17 +1284,8 @@ def filters_for_svacer(args: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def filters_applied_here(args: Mapping[str, Any]) -> Callable[[Marker], bool] | None:
-    """The rest of the filters as a test of a marker; None when there is nothing to test."""
-    severities, statuses, ids = (set(args[name] or ()) for name in ("severity", "review", "ids"))
-
-    def passes(marker: Marker) -> bool:
-        severity, status = review_of(marker)
-        return ((not ids or str(marker.get("id")) in ids)
-                and (not severities or canonical(str(severity), SEVERITIES) in severities)
-                and (not statuses or canonical(str(status), STATUSES) in statuses))
-
-    return passes if severities or statuses or ids else None
+def exact(texts: Iterable[str]) -> str:
+    return f"^({'|'.join(map(literal, sorted(texts)))})$"
 
 
 def fold(text: str) -> str:
@@ -1155,8 +1300,59 @@ def canonical(text: str, names: Iterable[str]) -> str:
     return next((name for name in names if fold(name) == fold(text)), text)
 
 
-def by_count(counts: Mapping[str, int]) -> dict[str, int]:
-    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+def reviewed(marker: Marker, key: str, names: tuple[str, ...]) -> str:
+    """Severity or status as Svacer's statistics count it: without a review the last of `names`."""
+    review = marker.get("review")
+    return canonical(str(review.get(key) or names[-1]), names) if review else names[-1]
+
+
+# What markers are grouped by.
+KEYS: dict[str, Callable[[Marker], Any]] = {
+    "warnClass": lambda marker: marker.get("warnClass"),
+    "file": lambda marker: marker.get("file"),
+    "directory": lambda marker: (marker.get("file") or "").rpartition("/")[0],
+    "function": lambda marker: marker.get("function"),
+    "severity": lambda marker: reviewed(marker, "severity", SEVERITIES),
+    "review": lambda marker: reviewed(marker, "status", STATUSES),
+}
+
+
+def any_in(values: Iterable[str], marker: Marker) -> bool:
+    file = marker.get("file") or ""
+    return any(value in file for value in values)
+
+
+# A filter's values and a marker: whether it passes.
+TESTS: dict[str, Callable[[Any, Marker], bool]] = {
+    "severity": lambda values, marker: KEYS["severity"](marker) in values,
+    "review": lambda values, marker: KEYS["review"](marker) in values,
+    "warnClass": lambda values, marker: f"{marker.get('warnClass')}.".startswith(
+        tuple(f"{value}." for value in values)),
+    "file": any_in,
+    "exclude_file": lambda values, marker: not any_in(values, marker),
+    "search": lambda text, marker: text.casefold() in (
+        f"{marker.get('msg') or ''}\n{marker.get('function') or ''}".casefold()),
+    "ids": lambda ids, marker: str(marker.get("id")) in ids or marker.get("invariant") in ids,
+}
+
+
+def counted(markers: Iterable[Marker], keys: Iterable[str]) -> list[tuple[tuple[Any, ...], int]]:
+    """How many markers there are of each combination of keys, the largest first."""
+    read = [KEYS[key] for key in keys]
+    counts = Counter(tuple([key(marker) for key in read]) for marker in markers)
+    return sorted(counts.items(), key=lambda item: (-item[1], [str(v or "") for v in item[0]]))
+
+
+def tallied(markers: Iterable[Marker]) -> dict[str, Any]:
+    """The statistics of markers, each mapping with the largest count first."""
+    counts = counted(markers, ("severity", "review", "warnClass"))
+    told: dict[str, Any] = {"total_warnings": sum(count for _, count in counts)}
+    for place, name in enumerate(("by_severity", "by_review_status", "by_checker")):
+        sums = Counter[str]()
+        for values, count in counts:
+            sums[str(values[place] or "")] += count
+        told[name] = dict(sorted(sums.items(), key=lambda item: (-item[1], item[0])))
+    return told
 
 
 COMMIT = re.compile("[0-9a-fA-F]{7,64}")
@@ -1181,7 +1377,7 @@ def commit_hash(details: Any, name: str) -> str | None:
     return first[1] if first else None
 
 
-def moment(text: Any) -> str:
+def timestamp(text: Any) -> str:
     """A time as RFC 3339 writes it, made comparable as text: in UTC; "" when there is none."""
     found = TIME.fullmatch(str(text))
     if not found or found[3] == "Z":
@@ -1208,6 +1404,22 @@ def known_id(argument: str, text: str) -> str | None:
     return found[1].lower()
 
 
+def closest(wanted: Iterable[str], found: Iterable[T], most: int,
+            name: Callable[[T], str] = str) -> list[T]:
+    """What is most like one of the wanted texts, by the pairs of letters in common."""
+    def pairs(text: str) -> set[str]:
+        return {text[at:at + 2] for at in range(len(text) - 1)}
+
+    def likeness(item: T) -> float:
+        text = fold(name(item))[-200:]
+        own = pairs(text)
+        return max((part in text) + 2 * len(own & parts) / (len(own) + len(parts) or 1)
+                   for part, parts in given)
+
+    given = [(part, pairs(part)) for part in (fold(text)[-200:] for text in wanted)]
+    return sorted(found, key=likeness, reverse=True)[:most]
+
+
 def pick(argument: str, text: str, candidates: Iterable[tuple[str, Any]]) -> str:
     """The id of the candidate (id, name) that a text names; case counts only where it must."""
     named = [(key, str(name)) for key, name in candidates]
@@ -1217,17 +1429,13 @@ def pick(argument: str, text: str, candidates: Iterable[tuple[str, Any]]) -> str
     if len(found) == 1:
         return found[0][0]
 
-    def likeness(item: tuple[str, str]) -> float:
-        given, name = text[:200].casefold(), item[1][:200].casefold()
-        return difflib.SequenceMatcher(None, given, name).ratio() + (given in name)
-
-    closest = sorted(found or named, key=likeness, reverse=True)[:20]
     code, did = ("invalid_argument", "names several") if found else ("not_found", "names none")
     source = "get_snapshots" if "snapshot" in argument else "get_projects"
     raise ToolFailure(
         code, f"{argument} {shorten(text)!r} {did} of those that Svacer has",
         f"Pass the id of one of the candidates, or call {source}.", argument=argument,
-        candidates=[{"id": key, "name": name} for key, name in closest])
+        candidates=[{"id": key, "name": shorten(name, 300)} for key, name in closest(
+            [text], found or named, 20, lambda item: item[1])])
 
 
 class Names:
@@ -1298,6 +1506,7 @@ class Param:
     in_schema: bool = True  # whether the schema lists what is allowed
     split: bool = True  # whether strings are stripped, and split at commas to make a list
     least: int = 0
+    most: int = 2**31 - 1
 
     def schema(self) -> dict[str, Any]:
         shape: dict[str, Any] = {"type": KINDS[self.kind][0], "description": self.about}
@@ -1333,11 +1542,17 @@ def as_list(param: Param, value: Any) -> list[str] | None:
     if param.split:
         parts = [piece.strip() for part in parts for piece in part.split(",")]
     if param.allowed:
-        parts = [canonical(part, param.allowed) for part in parts]
-        for part in parts:
-            if part and part not in param.allowed:
-                raise param.refuse(part, "one of the allowed values")
+        parts = [one_allowed(param, part) for part in parts if part]
     return list(dict.fromkeys(filter(None, parts)))
+
+
+def one_allowed(param: Param, text: str) -> str:
+    """The allowed value that a text is, or that it is an unambiguous beginning of."""
+    name = canonical(text, param.allowed)
+    begun = [name for name in param.allowed if fold(name).startswith(fold(text))]
+    if name not in param.allowed and len(begun) != 1:
+        raise param.refuse(text, "one of the allowed values")
+    return name if name in param.allowed else begun[0]
 
 
 def as_flag(param: Param, value: Any) -> bool:
@@ -1350,10 +1565,11 @@ def as_flag(param: Param, value: Any) -> bool:
 def as_count(param: Param, value: Any) -> int:
     with suppress(ValueError, TypeError, OverflowError):
         number = int(value) if isinstance(value, str) else value
-        fits = number in param.allowed if param.allowed else param.least <= number < 2**31
+        fits = number in param.allowed if param.allowed else param.least <= number <= param.most
         if fits and not isinstance(number, bool) and number == int(number):
             return int(number)
-    whole = f"a whole number from {param.least} on"
+    whole = f"a whole number from {param.least} " + (
+        "on" if param.most == Param.most else f"to {param.most}")
     raise param.refuse(value, "one of the allowed values" if param.allowed else whole)
 
 
@@ -1368,49 +1584,71 @@ PROJECT = Param("project_id", "text", "Id, name or link.")
 BRANCH = Param("branch_id", "text", "Id, name or link.")
 SNAPSHOT = Param("snapshot_id", "text", "Id, name, link, latest or previous.")
 # Optional beside a snapshot's id; needed to find it by its name.
-NAMING = (Param("project_id", "text", "Project, to name snapshots. Default: none."),
-          Param("branch_id", "text", "Branch, to name snapshots. Default: none."))
-CHECKER_INFO = Param("checker_info", "flag", "Add checker metadata. Default: false.", False)
-FIELDS = Param("fields", "list",
-               f"Marker keys, * = all. Default: {', '.join(DEFAULT_FIELDS)}.",
-               allowed=(*ALL_FIELDS, *ON_REQUEST, "*"), in_schema=False)
-FILTERS = {param.name: param for param in (
-    Param("severity", "list", "Review severities. Default: all.", allowed=SEVERITIES),
-    Param("review", "list", "Review statuses. Default: all.", allowed=STATUSES),
-    Param("warnClass", "list", "Checkers, sub-classes included. Default: all."),
-    Param("file", "list", "Substrings of the path. Default: all.", split=False),
+NAMING = (Param("project_id", "text", "To name snapshots. Default: none."),
+          Param("branch_id", "text", "To name snapshots. Default: none."))
+STATS = Param("stats", "flag", "Add statistics. Default: false.", False)
+LISTING = {param.name: param for param in (
+    Param("severity", "list", "Severities. Default: all.", allowed=SEVERITIES),
+    Param("review", "list", "Statuses. Default: all.", allowed=STATUSES),
+    Param("warnClass", "list", "Checkers with sub-classes. Default: all."),
+    Param("file", "list", "Parts of paths. Default: all.", split=False),
+    Param("exclude_file", "list", "Parts of paths to leave out. Default: none.", split=False),
+    Param("search", "text", "Part of message or function. Default: all."),
+    Param("group_by", "list", f"Count by {', '.join(KEYS)}. Default: list.",
+          allowed=tuple(KEYS), in_schema=False),
+    Param("ids", "list", "Ids or invariants. Default: all."),
+    Param("custom_filter", "text", "Saved filter. Default: none."),
     Param("traces", "flag", "Add traces. Default: false.", False),
-    CHECKER_INFO,
+    Param("checker_info", "flag", "Add checkerInfo. Default: false.", False),
     Param("review_history", "flag", "Add review history. Default: false.", False),
     Param("comment_history", "flag", "Add comments. Default: false.", False),
-    Param("custom_filter", "text", "Filter saved in Svacer. Default: none."),
-    Param("limit", "count", "Most markers, 0 = all. Default: 30."),
-    FIELDS,
-    Param("ids", "list", "Marker ids. Default: all."),
-    Param("offset", "count", "Markers to skip. Default: 0.", 0),
+    Param("occurrences", "flag", "Add since when. Default: false.", False),
+    Param("limit", "count", "Most, 0 = all. Default: 30."),
+    Param("offset", "count", "To skip. Default: 0.", 0),
+    Param("fields", "list", f"Keys, * = all. Default: {', '.join(DEFAULT_FIELDS)}.",
+          allowed=(*ALL_FIELDS, *ON_REQUEST, "*"), in_schema=False),
 )}
-WARNING_LIMIT = Param(
-    "limit", "count", "Most warnings, 0 = all. Default: 30, with traces or history 8.")
+# The same, described by their likeness to get_markers.
+ALIKE = {**LISTING, **{name: replace(LISTING[name], about=about) for name, about in (
+    ("fields", "Keys, * = all. Default: as in get_markers."),
+    ("group_by", "Count by, as in get_markers. Default: list."))}}
+WARNINGS = {**ALIKE, **{param.name: param for param in (
+    Param("source_lines", "count", "Lines of code around steps, to 50. Default: 0.", 0,
+          most=50),
+    Param("limit", "count", "Most, 0 = all. Default: 30; with traces, code or history 8."),
+)}}
+DIFF_FILTERS = ("severity", "review", "warnClass", "file", "exclude_file", "search", "group_by")
+# What belongs to one marker, and not to a group.
+OF_ONE = ("fields", *ON_REQUEST.values(), "source_lines", "occurrences")
 
 SYNONYMS = {
     "checker": "warnClass", "detector": "warnClass", "rule": "warnClass", "status": "review",
     "base": "base_snapshot_id", "head": "head_snapshot_id", "path": "file", "filename": "file",
     "count": "limit", "max": "limit", "top": "limit",
     "page": "offset", "skip": "offset", "columns": "fields", "group": "name_or_id",
+    "query": "search", "text": "search", "exclude": "exclude_file", "invariant": "ids",
 }
 INJECTED = ("sessionId", "action", "chatInput", "toolCallId")  # by n8n, into every call
 
 
-def read_arguments(required: Iterable[Param], optional: Iterable[Param],
-                   given: Mapping[str, Any]) -> dict[str, Any]:
-    """A value for each parameter, from what a model sent; null and blank are its default."""
+def home(settings: Settings) -> dict[str, str]:
+    """The project and branch of the settings, where a call may leave them out."""
+    place = {"project_id": settings.project, "branch_id": settings.project and settings.branch}
+    return {name: value for name, value in place.items() if value}
+
+
+def read_arguments(required: Iterable[Param], optional: Iterable[Param], given: Mapping[str, Any],
+                   usual: Mapping[str, str]) -> dict[str, Any]:
+    """A value for each parameter, from what a model sent; null and blank are its default.
+    """
     known = {param.name: param for param in (*required, *optional)}
-    values = {param.name: param.default for param in known.values()}
+    values = {name: usual.get(name, param.default) for name, param in known.items()}
     for name, value in given.items():
         if name in INJECTED:
             continue
         if name not in known:
-            close = difflib.get_close_matches(SYNONYMS.get(name, name), known, 1, 0.4)
+            close = ([SYNONYMS[name]] if SYNONYMS.get(name) in known else
+                     difflib.get_close_matches(name, known, 1, 0.4))
             raise ToolFailure(
                 "invalid_argument", f"there is no argument {shorten(name)!r}"
                 + (f"; {close[0]} is the closest" if close else ""),
@@ -1493,7 +1731,7 @@ def filters_of(**ids: str) -> dict[str, dict[str, str]]:
 
 
 def snapshots(call: Call, project: str, branch: str, name: str = "") -> list[dict[str, Any]]:
-    """The snapshots of a branch as get_snapshots shows them, newest first, not counted yet.
+    """The snapshots of a branch as get_snapshots shows them, newest first, not counted.
 
     `name` is in their names, or matches them as a regular expression of Svacer's.
     """
@@ -1504,7 +1742,6 @@ def snapshots(call: Call, project: str, branch: str, name: str = "") -> list[dic
             "name": row.get("name"),
             "import_time": row.get("import_time"),
             "commit_hash": commit_hash(row.get("details"), str(row.get("name"))),
-            "markers_count": None,
             "link": row.get("link"),
         } for wrapper in stream.values() for row in wrapper.get("snapshots") or []}
 
@@ -1516,39 +1753,12 @@ def snapshots(call: Call, project: str, branch: str, name: str = "") -> list[dic
         except ToolFailure as failure:
             if pattern == literal(name) or failure.facts.get("status") != 400:
                 raise  # else the name is no regular expression, says Svacer
-    return sorted(found.values(), key=lambda row: moment(row["import_time"]), reverse=True)
+    return sorted(found.values(), key=lambda row: timestamp(row["import_time"]), reverse=True)
 
 
-def count_markers(call: Call, project: str, branch: str, rows: list[dict[str, Any]]) -> None:
-    """Fills in the number of markers of each snapshot, as far as the time of the call allows."""
-
-    def count(row: dict[str, Any]) -> None:
-        filters = filters_of(project=project, branch=branch, snapshot=row["snapshot_id"])
-        with suppress(ToolFailure):  # then the number stays unknown
-            row["markers_count"] = call.get(
-                "/api/public/markers", lambda stream: sum(1 for _ in each_wrapped_marker(stream)),
-                filters=filters)
-            call.svacer.remember_count(row["snapshot_id"], row["markers_count"])
-
-    for row in rows:
-        row["markers_count"] = call.svacer.known_count(row["snapshot_id"])
-    pool = ThreadPoolExecutor(COUNTS_AT_ONCE)
-    running = [pool.submit(count, row) for row in rows if row["markers_count"] is None]
-    call.progress = lambda: (
-        sum(task.done() for task in running), len(running), "snapshots counted")
-    if wait(running, timeout=0.9 * call.left()).not_done:
-        call.abort()  # what still runs are the counts, and nothing follows them
-    pool.shutdown(wait=False, cancel_futures=True)
-
-
-def get_projects(call: Call, args: Args) -> Any:
-    shown, room = with_name(args["name_filter"] or ""), page_room(args)
-
-    def page(rows: Iterator[dict[str, Any]]) -> Page:
-        found = filter(None, map(shown, rows))
-        return Page(dict, args["limit"] or 0, args["offset"], room).fill(found)
-
-    return projects(call, page).array("projects")
+def full_markers(project: str, branch: str, snapshot: str) -> str:
+    project, branch, snapshot = map(segment, (project, branch, snapshot))
+    return f"/api/public/projects/{project}/branch/{branch}/snapshots/{snapshot}/fullmarkers"
 
 
 def page_room(args: Args, share: int = 1) -> float:
@@ -1556,19 +1766,76 @@ def page_room(args: Args, share: int = 1) -> float:
     return BUDGET / share if args["limit"] is None else math.inf
 
 
+def state(call: Call, project: str, branch: str, snapshot: str) -> dict[str, Any]:
+    """What a list tells of the statistics of a snapshot."""
+    told = call.get(full_markers(project, branch, snapshot),
+                    lambda stream: tallied(each_marker(stream)))
+    return dict(zip(STATE, told.values()))  # noqa: B905  # without by_checker
+
+
+def get_projects(call: Call, args: Args) -> Any:
+    named = with_name(args["name_filter"] or "")
+
+    def show(project: dict[str, Any]) -> dict[str, Any]:
+        more = {"latest": None} if args["stats"] else {}
+        return {**project, "branches": [{**branch, **more} for branch in project["branches"]]}
+
+    def page(rows: Iterator[dict[str, Any]]) -> Page:
+        return Page(show, list_limit(args), args["offset"], page_room(args)).fill(
+            filter(None, map(named, rows)))
+
+    def latest(place: tuple[str, dict[str, Any]]) -> dict[str, Any] | None:
+        project, branch = place[0], place[1]["branch_id"]
+        for row in snapshots(call, project, branch)[:1]:
+            return {**{key: row[key] for key in SEEN},
+                    **state(call, project, branch, row["snapshot_id"])}
+        return None
+
+    found = projects(call, page)
+    result = found.array("projects")
+    if args["stats"]:
+        places = [(project["project_id"], branch) for project in found.items
+                  for branch in project["branches"]]
+        told = call.together(latest, places[:STATES_MOST], "branches counted")
+        for (_, branch), known in zip(places, told):  # noqa: B905  # the first ones
+            branch["latest"] = None if isinstance(known, ToolFailure) else known
+        result = found.array("projects")
+    return result
+
+
+def list_limit(args: Args) -> int:
+    """The limit of a list that is as long as fits in, or of ten when each is counted."""
+    return args["limit"] if args["limit"] is not None else 10 * args["stats"]  # type: ignore[no-any-return]
+
+
 def get_snapshots(call: Call, args: Args) -> Any:
-    names = Names(call, args)
-    rows = snapshots(call, names.project, names.branch, args["name_filter"] or "")
-    page = Page(lambda row: {**row, "markers_count": 10_000},  # takes the room of the real one
-                args["limit"] or 0, args["offset"], page_room(args)).fill(rows)
+    names, counts = Names(call, args), call.svacer.counts
+    project, branch = names.project, names.branch
+    blank = dict.fromkeys(STATE if args["stats"] else STATE[:1])
+    page = Page(lambda row: {**{key: row[key] for key in row if key != "link"}, **blank,
+                             "link": row["link"]},
+                list_limit(args), args["offset"], page_room(args))
+    page.fill(snapshots(call, project, branch, args["name_filter"] or ""))
     page.array("snapshots")  # drops what does not fit, before it is counted
-    count_markers(call, names.project, names.branch, page.items)
+
+    def count(row: dict[str, Any]) -> dict[str, Any]:
+        if args["stats"]:
+            return state(call, project, branch, row["snapshot_id"])
+        filters = filters_of(project=project, branch=branch, snapshot=row["snapshot_id"])
+        counts[row["snapshot_id"]] = call.get(
+            "/api/public/markers", lambda stream: sum(1 for _ in each_wrapped_marker(stream)),
+            filters=filters)
+        return {"markers_count": counts[row["snapshot_id"]]}
+
+    known = {} if args["stats"] else counts  # which people's reviews do not change
+    unknown = [row for row in page.items if row["snapshot_id"] not in known]
+    for row in page.items:
+        row["markers_count"] = known.get(row["snapshot_id"])
+    for row, told in zip(unknown, call.together(count, unknown, "snapshots counted")):  # noqa: B905
+        row |= {} if isinstance(told, ToolFailure) else told
+    for snapshot in [*counts][:-COUNTS_KEPT]:
+        counts.pop(snapshot, None)  # another call may do the same
     return page.array("snapshots")
-
-
-def full_markers(names: Names) -> str:
-    project, branch, snapshot = map(segment, (names.project, names.branch, names.snapshot()))
-    return f"/api/public/projects/{project}/branch/{branch}/snapshots/{snapshot}/fullmarkers"
 
 
 def watch(call: Call, stream: JsonStream) -> None:
@@ -1577,84 +1844,220 @@ def watch(call: Call, stream: JsonStream) -> None:
 
 
 def get_project_stats(call: Call, args: Args) -> Any:
-    def read(stream: JsonStream) -> Counter[tuple[tuple[str, str], str]]:
-        watch(call, stream)
-        return Counter((review_of(m), m.get("warnClass") or "") for m in each_marker(stream))
+    names = Names(call, args)
 
-    counts = call.get(full_markers(Names(call, args)), read)
-    severities, statuses, checkers = Counter[str](), Counter[str](), Counter[str]()
-    for ((severity, status), checker), count in counts.items():
-        severities[canonical(str(severity), SEVERITIES)] += count
-        statuses[canonical(str(status), STATUSES)] += count
-        checkers[str(checker)] += count
-    told = {"total_warnings": sum(counts.values()), "by_severity": by_count(severities),
-            "by_review_status": by_count(statuses), "by_checker": by_count(checkers)}
-    return fitted(told, BUDGET)
+    def read(stream: JsonStream) -> dict[str, Any]:
+        watch(call, stream)
+        return tallied(each_marker(stream))
+
+    path = full_markers(names.project, names.branch, names.snapshot())
+    return fitted(call.get(path, read), BUDGET)
 
 
 def get_markers(call: Call, args: Args) -> Any:
     names = Names(call, args)
     filters = filters_of(
         project=names.project, branch=names.branch, snapshot=names.snapshot())
-    return marker_list(call, args, "markers", "/api/public/markers", filters, each_wrapped_marker)
+    return marker_list(call, args, names, "/api/public/markers", filters, each_wrapped_marker)
 
 
 def get_warnings(call: Call, args: Args) -> Any:
-    return marker_list(call, args, "warnings", full_markers(Names(call, args)), {}, each_marker)
+    names = Names(call, args)
+    path = full_markers(names.project, names.branch, names.snapshot())
+    return marker_list(call, args, names, path, {}, each_marker)
 
 
-def marker_list(call: Call, args: Args, key: str, path: str, filters: dict[str, Any],
+def applied(args: Args, limit: int) -> dict[str, Any]:
+    """What the caller has set of filters, flags and the shape of the list."""
+    usual = {"limit": limit, "fields": [*DEFAULT_FIELDS]}
+    return {name: args[name] for name, param in WARNINGS.items()
+            if name in args and args[name] not in (param.default, usual.get(name))}
+
+
+def check_groups(args: Args) -> None:
+    if beside := [name for name in OF_ONE if args["group_by"] and args.get(name)]:
+        raise ToolFailure(
+            "invalid_argument", f"group_by counts markers, and cannot be combined with "
+            f"{', '.join(beside)}, which belong to one marker",
+            f"Call again without group_by, or without {', '.join(beside)}.", argument="group_by")
+
+
+def marker_list(call: Call, args: Args, names: Names, path: str, filters: dict[str, Any],
                 each: Callable[[JsonStream], Iterator[Marker]]) -> Any:
-    long = args["traces"] or args["review_history"] or args["comment_history"]
-    usual_limit = 8 if long and key == "warnings" else 30
-    limit = usual_limit if args["limit"] is None else args["limit"]
-    show, passes = projection(args["fields"], args), filters_applied_here(args)
-    if regexes := filters_for_svacer(args):
-        filters = {**filters, "marker": regexes}
+    check_groups(args)
+    around = args.get("source_lines") or 0
+    key = "warnings" if "source_lines" in args else "markers"
+    long = around or args["traces"] or args["review_history"] or args["comment_history"]
+    usual = 8 if long and key == "warnings" else 30
+    limit = usual if args["limit"] is None else args["limit"]
+    regexes = filters_for_svacer(args)
 
-    def read(stream: JsonStream) -> Page:
+    def read(stream: JsonStream) -> MarkerPage:
         watch(call, stream)
-        markers = filter(passes, each(stream)) if passes else each(stream)
-        return Page(show, limit, args["offset"], page_room(args)).fill(markers)
+        page = MarkerPage(args, limit, page_room(args))
+        page.fill(each(stream))
+        return page
 
     flags = {name: args[name] for name in ON_REQUEST.values()}
-    page = call.get(path, read, filters=filters, custom_filter=args["custom_filter"], **flags)
-    usual = {"limit": usual_limit, "fields": [*DEFAULT_FIELDS]}
-    applied = {name: args[name] for name, param in FILTERS.items()
-               if args[name] not in (param.default, usual.get(name))}
-    hint = None if page.total else nothing_found(applied)
-    return page.result(key, hint, filters_applied=applied)
+    flags["traces"] = flags["traces"] or around > 0
+    page = call.get(path, read, custom_filter=args["custom_filter"], **flags,
+                    filters={**filters, "marker": regexes} if regexes else filters)
+    told: dict[str, Any] = {"filters_applied": applied(args, usual)}
+    if page.missing:
+        told["missing_ids"] = [*page.missing]
+    hint = None
+    if not page.counts()["total_count"]:
+        hint = nothing_found(told["filters_applied"])
+        told |= call.get(path, lambda stream: candidates(each(stream), args), filters=filters) if (
+            args["warnClass"] or args["file"]) else {}
+    page.listed(hint, key, **told)  # drops what does not fit, before more is asked for
+    if around:
+        add_source(call, names.snapshot(), page, around)
+    if args["occurrences"]:
+        told |= add_occurrences(call, args, names, page)
+    return page.listed(hint, key, **told)
 
 
 def nothing_found(applied: Mapping[str, Any]) -> str:
-    filters = ("severity", "review", "warnClass", "file", "custom_filter", "ids")
-    if used := [name for name in filters if name in applied]:
+    filters = [name for name in TESTS if name in applied] + ["custom_filter"]
+    used = [name for name in filters if name in applied]
+    if "ids" in used:
+        return (f"No marker passes {', '.join(used)}: it may be fixed, or the ids are of another "
+                "snapshot; occurrences tells in which snapshots an invariant is.")
+    if used:
         return (f"No marker passes {', '.join(used)}: drop or widen one of them, or call "
                 "get_project_stats to see which values occur.")
     return ("The snapshot has no markers or Svacer does not know it: call get_snapshots and check "
             "snapshot_id and markers_count.")
 
 
+def candidates(markers: Iterable[Marker], args: Args) -> dict[str, list[str]]:
+    """The checkers or files closest to those that a filter asks for in vain."""
+    names = [name for name in ("warnClass", "file") if args[name]]
+    values: dict[str, set[str]] = {name: set() for name in names}
+    for marker in markers:
+        for name in names:
+            if marker.get(name) and not TESTS[name](args[name], marker):
+                values[name].add(marker[name])
+            elif len(names) > 1 and name in names:
+                names.remove(name)  # it asks for what there is
+    name = names[0]
+    found = closest(args[name], sorted(values[name]), 10)
+    return {"candidates": [shorten(value, 300) for value in found]} if found else {}
+
+
+def add_source(call: Call, snapshot: str, page: MarkerPage, around: int) -> None:
+    """Adds to each marker shown the lines around it and around the steps of its trace."""
+    wanted = [ranges([*islice(places(marker), 1), *places(marker.get("traces"))], around)
+              for marker in page.whole[:len(page.items)]]
+
+    def content(part: tuple[str, int, int]) -> Any:
+        file, first, last = part
+        try:
+            return preview(call, snapshot, file, first, 0, last - first)["content"]
+        except ToolFailure as failure:
+            if failure.code == "not_found":
+                return None
+            raise
+
+    every = list(dict.fromkeys(part for parts in wanted for part in parts))
+    told = dict(zip(every, call.together(content, every, "pieces of source")))  # noqa: B905
+    for item, parts in zip(page.items, wanted):  # noqa: B905
+        item["source"] = []
+        for part in parts:
+            if isinstance(found := told[part], ToolFailure):
+                raise found
+            item["source"].append({"file": part[0], "start_line": part[1], "content": found})
+
+
+def places(value: Any) -> Iterator[tuple[str, int]]:
+    """File and line of every object that has both, in the order of the text."""
+    rest = [value]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, dict):
+            file, line = part.get("file"), part.get("line")
+            if file and isinstance(file, str) and type(line) is int and line > 0:
+                yield file, line
+            part = [*part.values()]
+        if isinstance(part, list):
+            rest += reversed(part)
+
+
+def ranges(found: list[tuple[str, int]], around: int) -> list[tuple[str, int, int]]:
+    """File, first and last line of what lies around places, joined where two touch."""
+    last: list[Any] = ["", 0, 0]
+    spans: dict[tuple[str, int], list[Any]] = {}
+    for file, line in sorted(found):
+        if file != last[0] or line - around > last[2] + 1:
+            last = [file, max(1, line - around), 0]
+        last[2] = line + around
+        spans[file, line] = last
+    return list(dict.fromkeys(tuple(spans[place]) for place in found))
+
+
+def add_occurrences(call: Call, args: Args, names: Names, page: MarkerPage) -> dict[str, Any]:
+    """Adds to each marker shown, and to the ids that none has, in which snapshots it occurs."""
+    shown, missing = page.whole[:len(page.items)], [*page.missing]
+    wanted = {str(marker["invariant"]) for marker in shown if marker.get("invariant")} | {*missing}
+    regexes = filters_for_svacer({**args, "review": None})
+    if not missing:
+        regexes = {part: exact({str(marker.get(key)) for marker in shown})
+                   for part, key in (("checker", "warnClass"), ("file", "file"))}
+    regexes = {part: text for part, text in regexes.items() if len(text) < 2000}  # it goes in a URL
+
+    def read(stream: JsonStream) -> dict[str, list[dict[str, Any]]]:
+        found: dict[str, list[dict[str, Any]]] = {key: [] for key in wanted}
+        for wrapper, marker in each_wrapped(stream):
+            for key in wanted & {str(marker.get("id")), str(marker.get("invariant"))}:
+                found[key].append(wrapper)
+        return found
+
+    filters = {**filters_of(project=names.project, branch=names.branch), "marker": regexes}
+    found = call.get("/api/public/markers", read, filters=filters) if wanted else {}
+
+    def told(key: str) -> dict[str, Any]:
+        known = {wrapper.get("snapshot_id") for wrapper in found[key]}
+        rows = [{name: row[name] for name in SEEN} for row in names.snapshots
+                if row["snapshot_id"] in known]
+        return {"count": len(rows), "of": len(names.snapshots),
+                "first": rows[-1] if rows else None, "last": rows[0] if rows else None}
+
+    for item, marker in zip(page.items, shown):  # noqa: B905
+        invariant = marker.get("invariant")
+        item["occurrences"] = told(str(invariant)) if invariant else None
+    listed = [{"id": key, "occurrences": told(key)} for key in missing]
+    return {"missing_ids": listed} if listed else {}
+
+
 def get_diff(call: Call, args: Args) -> Any:
-    names = Names(call, args)
-    level = args["level"] if args["level"] is not None else 2 if args["offset"] else 0
+    check_groups(args)
+    names, filters = Names(call, args), [name for name in DIFF_FILTERS if args[name]]
+    raised = 2 if filters or args["offset"] else 0
+    level = args["level"] if args["level"] is not None else raised
+    if filters and level < 2:
+        raise ToolFailure(
+            "invalid_argument", f"level {level} has no markers to apply {', '.join(filters)} to",
+            "Call again without level, or with level 2.", argument="level")
     base = names.snapshot("base_snapshot_id")
     head = names.snapshot("head_snapshot_id") if args["head_snapshot_id"] else None
     wanted = [name for name in CATEGORIES if name in (args["categories"] or CATEGORIES)]
-    show, room = projection(args["fields"], args), page_room(args, len(wanted))
-    limit = 20 if args["limit"] is None else args["limit"]
+    limit, room = 20 if args["limit"] is None else args["limit"], page_room(args, len(wanted))
     if level < 2:  # there the lists are of ids, and only as long as fits in
-        limit, show = 0, lambda marker_id: marker_id
-        room = math.inf if args["limit"] == 0 else BUDGET / len(wanted)
+        limit, room = 0, math.inf if args["limit"] == 0 else BUDGET / len(wanted)
 
-    def read(stream: JsonStream) -> tuple[dict[str, Any], dict[str, Page]]:
+    def new_page() -> Any:
+        if level < 2:
+            return Page(lambda marker_id: marker_id, limit, args["offset"], room)
+        return MarkerPage(args, limit, room)
+
+    def read(stream: JsonStream) -> tuple[dict[str, Any], dict[str, Any]]:
         watch(call, stream)
-        stats, pages = None, {name: Page(show, limit, args["offset"], room) for name in wanted}
+        stats, pages = None, {name: new_page() for name in wanted}
         for key in stream.object():
             if key == "markers" and level:
                 for category in stream.object():
-                    page = pages.get(category) or Page(str, 1)  # else for nothing
-                    page.fill(stream.values())
+                    (pages.get(category) or Page(str, 1)).fill(stream.values())  # else for nothing
             else:
                 value = stream.value()
                 stats = value if key == "stats" else stats
@@ -1664,23 +2067,28 @@ def get_diff(call: Call, args: Args) -> Any:
 
     stats, pages = call.get("/api/public/diff", read, snapshot_v1=base, snapshot_v2=head,
                             level=level, checker_info=level == 2 and args["checker_info"])
-    stats = fitted(stats, BUDGET / 4)
+    told = {"stats": fitted(stats, BUDGET / 4)}
     if not level:
-        return {"stats": stats}
-    around = size({"stats": stats, "shortened": dict.fromkeys(CATEGORIES, BUDGET)}) + 80
+        return told
+    if filters:
+        told["filters_applied"] = applied(args, 20)
+        empty = [name for name, page in pages.items() if not page.counts()["total_count"]]
+        told |= {"hint": nothing_found(args)} if empty else {}
+    around = size({**told, "shortened": dict.fromkeys(CATEGORIES, BUDGET)}) + 80
     for page in pages.values():
         page.room -= around / len(wanted)
-    told = {name: page.result("markers") for name, page in pages.items()}
-    if level == 1:
-        short = {name: page.total for name, page in pages.items() if page.next is not None}
-        return {"stats": stats, **({"shortened": short} if short else {}),
-                "markers": {name: page.items for name, page in pages.items()}}
-    return {"stats": stats, "markers": told}
+    if level == 2:
+        return {**told, "markers": {name: page.listed() for name, page in pages.items()}}
+    for page in pages.values():
+        page.result("markers")  # drops what does not fit
+    short = {name: page.total for name, page in pages.items() if page.next is not None}
+    return {**told, **({"shortened": short} if short else {}),
+            "markers": {name: page.items for name, page in pages.items()}}
 
 
-def get_advanced_file_preview(call: Call, args: Args) -> Any:
-    line, before, after = args["line"], args["before"], args["after"]
-
+def preview(call: Call, snapshot: str, file: str, line: int, before: int,
+            after: int) -> dict[str, Any]:
+    """Lines of a source file, around `line`."""
     def read(stream: JsonStream) -> dict[str, Any]:
         answer = stream.value()
         content = answer["content"] or ""
@@ -1689,19 +2097,32 @@ def get_advanced_file_preview(call: Call, args: Args) -> Any:
         return {"line": answer.get("line"), "content": content,
                 "total_lines": answer.get("total_lines"), "start_line": max(1, line - before)}
 
-    result = call.get(
-        "/api/public/advanced_file_preview", read, file=args["file_path"],
-        snapshot=Names(call, args).snapshot(), line=line, before=before,
-        after=99999 if after is None else after, output="json")
-    if after is None and (over := size(result) - BUDGET) > 0:
-        lines = re.findall(r"[^\n]*\n|[^\n]+", result["content"])
-        room = size(result["content"]) - over - 60  # for what tells of the cut
-        kept = max(1, sum(total <= room for total in accumulate(size(text) - 2 for text in lines)))
-        told = {key: result[key] for key in ("line", "total_lines", "start_line")}
-        if kept < len(lines):
-            told |= {"truncated": True, "next_line": result["start_line"] + kept}
-        result = fitted({**told, "content": "".join(lines[:kept])}, BUDGET)
-    return result
+    return call.get("/api/public/advanced_file_preview", read, file=file, snapshot=snapshot,
+                    line=line, before=before, after=after, output="json")
+
+
+def get_advanced_file_preview(call: Call, args: Args) -> Any:
+    names, after = Names(call, args), args["after"]
+    snapshot = names.snapshot()
+    try:
+        result = preview(call, snapshot, args["file_path"], args["line"], args["before"],
+                         99999 if after is None else after)
+    except ToolFailure as failure:
+        if failure.code == "not_found" and args["project_id"] and args["branch_id"]:
+            filters = filters_of(project=names.project, branch=names.branch, snapshot=snapshot)
+            files = call.get("/api/public/markers", lambda stream: {
+                str(marker.get("file")) for marker in each_wrapped_marker(stream)}, filters=filters)
+            found = closest([args["file_path"]], sorted(files), 20)
+            failure.facts |= {"argument": "file_path"} | ({"candidates": found} if found else {})
+        raise
+    if after is not None or size(result) <= BUDGET:
+        return result
+    page = Page(str, 0, room=BUDGET - 200).fill(  # for what tells of the cut
+        re.findall(r"[^\n]*\n|[^\n]+", result["content"]))
+    told = {key: result[key] for key in ("line", "total_lines", "start_line")}
+    if page.next is not None:
+        told |= {"truncated": True, "next_line": result["start_line"] + page.next}
+    return fitted({**told, "content": "".join(page.items)}, BUDGET)
 
 
 def get_project_groups(call: Call, args: Args) -> Any:
@@ -1734,13 +2155,15 @@ class Tool:
     required: tuple[Param, ...] = ()
     optional: tuple[Param, ...] = ()
 
-    def described(self, name: str) -> dict[str, Any]:
-        """The tool's entry in the answer to tools/list."""
+    def described(self, name: str, usual: Mapping[str, str]) -> dict[str, Any]:
+        """The tool's entry in the answer to tools/list; what is `usual` need not be given."""
         properties = {param.name: param.schema() for param in self.required + self.optional}
+        for param in usual.keys() & properties:
+            properties[param]["description"] = f"Default: {shorten(usual[param], 20)}."
+        required = [param.name for param in self.required if param.name not in usual]
         return {
             "name": name, "description": self.about,
-            "inputSchema": {"type": "object", "properties": properties,
-                            "required": [param.name for param in self.required]},
+            "inputSchema": {"type": "object", "properties": properties, "required": required},
             "annotations": {"title": self.title, "readOnlyHint": True, "destructiveHint": False,
                             "idempotentHint": True, "openWorldHint": True},
         }
@@ -1749,52 +2172,57 @@ class Tool:
 TOOLS = {
     "get_projects": Tool(
         get_projects, "List projects", "All projects with their branches: start here.", (),
-        (Param("name_filter", "text", "Part of a project's or branch's name. Default: all."),
-         Param("limit", "count", "Most projects, 0 = all. Default: what fits."),
-         Param("offset", "count", "Projects to skip. Default: 0.", 0))),
+        (Param("name_filter", "text", "Part of a project or branch name. Default: all."),
+         Param("limit", "count", "Most projects, 0 = all. Default: what fits, with stats 10."),
+         Param("offset", "count", "Projects to skip. Default: 0.", 0), STATS)),
     "get_snapshots": Tool(
         get_snapshots, "List snapshots",
         "Snapshots of a branch, newest first, with markers counted.",
         (PROJECT, BRANCH),
-        (Param("name_filter", "text", "Substring or regex of the name. Default: all."),
-         Param("limit", "count", "Most snapshots, 0 = all. Default: what fits."),
-         Param("offset", "count", "Snapshots to skip. Default: 0.", 0))),
+        (Param("name_filter", "text", "Part or regex of the name. Default: all."),
+         Param("limit", "count", "Most snapshots, 0 = all. Default: what fits, with stats 10."),
+         Param("offset", "count", "Snapshots to skip. Default: 0.", 0), STATS)),
     "get_project_stats": Tool(
         get_project_stats, "Snapshot statistics",
         "Totals of a snapshot by severity, review status and checker.",
         (PROJECT, BRANCH, SNAPSHOT)),
     "get_markers": Tool(
         get_markers, "List markers",
-        "Markers (findings) of a snapshot. A filter's values are alternatives; all filters apply.",
-        (PROJECT, BRANCH, SNAPSHOT), tuple(FILTERS.values())),
+        "Findings of a snapshot. A filter's values are alternatives; all filters apply.",
+        (PROJECT, BRANCH, SNAPSHOT), tuple(LISTING.values())),
     "get_warnings": Tool(
         get_warnings, "List full warnings",
-        "Like get_markers, for traces, review history and comments.",
-        (PROJECT, BRANCH, SNAPSHOT), tuple({**FILTERS, "limit": WARNING_LIMIT}.values())),
+        "Like get_markers, with traces, code and history.",
+        (PROJECT, BRANCH, SNAPSHOT), tuple(WARNINGS.values())),
     "get_diff": Tool(
         get_diff, "Compare snapshots",
-        "Markers that are new, missing, modified or matched between two snapshots.",
+        "Markers new, missing, modified or matched between two snapshots.",
         (Param("base_snapshot_id", "text", "Older snapshot."),),
         (Param("head_snapshot_id", "text",
                "Newer snapshot. Default: base against the one before it."),
-         Param("level", "count", "0 statistics, 1 ids too, 2 markers. Default: 0.",
+         Param("level", "count", "0 counts, 1 ids, 2 markers. Default: 0, filtered 2.",
                allowed=(0, 1, 2)),
-         CHECKER_INFO, Param("limit", "count", "Most markers per category, 0 = all. Default: 20."),
-         FIELDS,
-         Param("offset", "count", "Markers to skip in each category. Default: 0.", 0),
          Param("categories", "list", "Lists of markers. Default: all.", allowed=CATEGORIES),
+         *(ALIKE[name] for name in (*DIFF_FILTERS, "checker_info", "fields")),
+         Param("limit", "count", "Most of each, 0 = all. Default: 20."),
+         Param("offset", "count", "To skip of each. Default: 0.", 0),
          *NAMING)),
     "get_advanced_file_preview": Tool(
         get_advanced_file_preview, "Show source code", "Lines of a source file in a snapshot.",
         (SNAPSHOT, Param("file_path", "text", "Path exactly as in a marker's file.", split=False)),
         (Param("line", "count", "Central line, from 1. Default: 1.", 1, least=1),
          Param("before", "count", "Lines before it. Default: 0.", 0),
-         Param("after", "count", "Lines after it. Default: to the end of the file."),
+         Param("after", "count", "Lines after it. Default: to the end."),
          *NAMING)),
     "get_project_groups": Tool(
         get_project_groups, "Find a project group", "A group of projects and the projects in it.",
         (Param("name_or_id", "text", "Name or id of the group."),)),
 }
+
+
+def described(settings: Settings) -> list[dict[str, Any]]:
+    """The answer to tools/list."""
+    return [TOOLS[name].described(name, home(settings)) for name in settings.tools]
 
 
 def answer(call: Call, name: str, given: Mapping[str, Any]) -> tuple[str, bool]:
@@ -1805,7 +2233,7 @@ def answer(call: Call, name: str, given: Mapping[str, Any]) -> tuple[str, bool]:
             raise ToolFailure("invalid_argument", f"there is no tool {shorten(name)!r} here",
                               "Call one of the allowed tools.", allowed=list(offered))
         tool = TOOLS[name]
-        args = read_arguments(tool.required, tool.optional, given)
+        args = read_arguments(tool.required, tool.optional, given, home(call.settings))
         return encode(tool.run(call, args)), False
     except ToolFailure as failure:
         return failure.text(), True
@@ -1820,7 +2248,6 @@ async def perform(svacer: Svacer, name: str, given: Mapping[str, Any],
                   report: Callable[..., Awaitable[None]]) -> tuple[str, bool]:
     """Runs a tool in a worker thread, which ends with the call: by itself, late or cancelled."""
     call, told = Call(svacer), 0.0
-    svacer.running += 1
     running = asyncio.get_running_loop().run_in_executor(svacer.workers, answer, call, name, given)
     try:
         while not running.done() and call.left():
@@ -1838,21 +2265,102 @@ async def perform(svacer: Svacer, name: str, given: Mapping[str, Any],
     finally:
         running.cancel()
         call.abort()
-        svacer.running -= 1
+
+
+# ---- Prompts -------------------------------------------------------------------------------------
+# What clients show to people as commands. Each is one message that tells which calls to make.
+
+ARGUMENTS = {"marker": "Link or id of the marker", "project": "Name, id or link of the project",
+             "branch": "Its branch, if it has several"}
+PROMPTS = {  # name: what it does, what to do; {place} stands for project and branch
+    "triage": ("What to look at first in the latest snapshot", """\
+Triage the findings of snapshot_id latest in {place}.
+1. get_project_stats: how many there are, how severe, how many are reviewed.
+2. get_markers with review Undecided and group_by warnClass: where the unreviewed ones are.
+3. get_warnings with review Undecided, the most dangerous of these checkers as warnClass, \
+limit 8, traces and source_lines 5: the evidence.
+Give a verdict on each of those: real, false or unclear, and why, with file and line. Say what to \
+fix first."""),
+    "review_changes": ("What the latest snapshot brought", """\
+Review what is new in {place}.
+1. get_diff with base_snapshot_id latest, categories new_markers and group_by warnClass: how many \
+are new since the snapshot before it, by checker.
+2. get_diff with base_snapshot_id latest, categories new_markers, the most dangerous checkers as \
+warnClass, and fields id: which they are.
+3. get_warnings with snapshot_id latest, those ids, traces and source_lines 5: the evidence.
+Report the new findings by checker, a verdict on each you looked at, and how many are gone."""),
+    "explain_finding": ("One finding: is it real, how is it fixed", """\
+Explain the finding {marker} in {place}.
+1. get_warnings with snapshot_id latest, its id as ids, traces, source_lines 10, review_history, \
+comment_history and occurrences; from a link take the ids.
+2. get_advanced_file_preview, only if the code shown is not enough.
+Say what happens step by step, whether it is real, since when it is there, what people said of it, \
+and how to fix it."""),
+    "false_positives": ("Which checkers are often false, and what else is likely so", """\
+Find likely false positives in snapshot_id latest of {place}.
+1. get_markers with group_by warnClass and review, limit 0: for each checker how many of the \
+reviewed markers are False Positive.
+2. get_warnings with review Undecided, the checkers with the highest share as warnClass, traces \
+and source_lines 5: the evidence.
+Rank those by how likely they are false, with the reason in the code; leave open what it does not \
+show."""),
+    "trend": ("How the last ten snapshots developed", """\
+Show how {place} developed.
+1. get_snapshots with stats: the last ten snapshots by severity and status.
+2. get_diff with the ids of two neighbours as base_snapshot_id and head_snapshot_id, and group_by \
+warnClass, only where the numbers jump.
+Report a table of the snapshots, what changed when, and where it is heading."""),
+}
+
+
+def prompts(settings: Settings) -> list[dict[str, Any]]:
+    """The answer to prompts/list: those whose tools are all offered."""
+    return [{"name": name, "description": about, "arguments": [
+        {"name": argument, "description": ARGUMENTS[argument], "required": argument != "branch"}
+        for argument in ARGUMENTS if argument != "marker" or "{marker}" in text]}
+        for name, (about, text) in PROMPTS.items()
+        if {"get_projects", *re.findall(r"get_\w+", text)} <= {*settings.tools}]
+
+
+def prompted(settings: Settings, name: str, given: Mapping[str, str]) -> str:
+    """The message of a prompt; raises ToolFailure for one that is not offered."""
+    offered = {prompt["name"]: prompt for prompt in prompts(settings)}
+    if name not in offered:
+        raise ToolFailure("invalid_argument", f"there is no prompt {shorten(name)!r}; there are: "
+                          + ", ".join(offered), "")
+    given = {"project": settings.project or "", "branch": home(settings).get("branch_id", ""),
+             **{key: value for key, value in given.items() if value}}
+    for argument in offered[name]["arguments"]:
+        if argument["required"] and not given.get(argument["name"]):
+            raise ToolFailure("invalid_argument", f"{argument['name']} must be given", "")
+    quoted = {key: json.dumps(value, ensure_ascii=False) for key, value in given.items()}
+    branch = (f"branch_id {quoted['branch']}" if given["branch"] else
+              "its only branch (get_projects with name_filter shows it)")
+    place = f"project_id {quoted['project']}, {branch}"
+    return PROMPTS[name][1].format(place=place, marker=quoted.get("marker"))
+
+
+def completions(call: Call, argument: str, value: str, project: str) -> list[str]:
+    """Names of projects, or of the project's branches, that a value may become."""
+    names = Names(call, {"project_id": project or call.settings.project or ""})
+    rows = names.afresh if time.monotonic() >= call.svacer.names_until else call.svacer.names
+    found = [name for _, name, _ in rows] if argument == "project" else [
+        name for key, _, branches in rows if key == names.project
+        for _, name in json.loads(branches)] if argument == "branch" else []
+    return closest([value], dict.fromkeys(map(str, found)), 100)
 
 
 # ---- The MCP server ------------------------------------------------------------------------------
 
 INSTRUCTIONS = """\
 Svacer holds results of static analysis: project > branch > snapshot > marker.
-Start with get_projects for project_id and branch_id.
-get_snapshots gives snapshot_id, newest first.
-Names, links from Svacer's web interface and, for snapshots, latest and previous work as ids too.
-For counts and top checkers call get_project_stats.
-For lists call get_markers.
-Call get_warnings only for traces, review history or comments.
-For changes between snapshots call get_diff, first at level 0.
-For code call get_advanced_file_preview with a marker's file and line.
+Start with get_projects; names, links and, for snapshots, latest and previous serve as ids.
+What is new: get_diff with base_snapshot_id latest, categories new_markers, group_by warnClass.
+Where the problems are: get_markers with severity, review and group_by (directory, warnClass, file).
+How it developed: get_snapshots with stats; all projects at once: get_projects with stats.
+Evidence for a marker: get_warnings with ids, traces and source_lines.
+Since when, or whether it is gone: get_markers with ids and occurrences.
+For all counts of a snapshot call get_project_stats, for code get_advanced_file_preview.
 If truncated is true, narrow the filters or pass next_offset as offset; total_count is exact anyway.
 Unspecified and Undecided mean not reviewed, not unimportant.
 After an error do what its try says.
@@ -1866,102 +2374,198 @@ def instructions(tools: Iterable[str]) -> str:
                      if others.isdisjoint(re.findall(r"get_\w+", line)))
 
 
-def make_server(svacer: Svacer) -> tuple[Any, Callable[[], Any]]:
-    """The server, and a function that makes its HTTP application; knows both lines of the SDK."""
-    from mcp.server.transport_security import TransportSecuritySettings
-    from mcp.types import CallToolResult
-    from mcp.types import Tool as ToolEntry
+def make_server(svacer: Svacer, requests: Mapping[str, Any]) -> Any:
+    """The SDK's low-level server; knows both lines of the SDK.
+
+    `requests` has a scope to cancel each request over stdio in, by the repr() of its id.
+    """
+    import anyio
+    from mcp import types
+    from mcp.shared import exceptions
 
     FastMCP: Any
+    McpError: Any
     try:
         FastMCP = importlib.import_module("mcp.server.mcpserver").MCPServer  # its name in 2.x
-        second_line = True
+        McpError = exceptions.MCPError.from_error_data
     except ModuleNotFoundError:
         FastMCP = importlib.import_module("mcp.server.fastmcp").FastMCP
+        McpError = exceptions.McpError  # type: ignore[attr-defined]  # in 1.x
         own = importlib.import_module("mcp.server.fastmcp.server").Settings
         own.model_config["env_file"] = None  # else it looks for its settings in .env, too
-        second_line = False
 
     class Server(FastMCP):  # type: ignore[misc]  # another class in each line
-        async def list_tools(self) -> list[ToolEntry]:
-            entries = (TOOLS[name].described(name) for name in svacer.settings.tools)
-            return [ToolEntry.model_validate(entry) for entry in entries]
+        async def list_tools(self) -> list[types.Tool]:
+            return [types.Tool.model_validate(entry) for entry in described(svacer.settings)]
 
         async def call_tool(self, name: str, arguments: dict[str, Any], *context: Any) -> Any:
             where = context[0] if context else self.get_context()
-            text, failed = await perform(svacer, name, arguments or {}, where.report_progress)
-            content = [{"type": "text", "text": text}]
-            return CallToolResult.model_validate({"content": content, "isError": failed})
+            text, failed = "cancelled", True  # which nobody will read
+            with requests.get(repr(where.request_context.request_id)) or anyio.CancelScope():
+                text, failed = await perform(svacer, name, arguments or {}, where.report_progress)
+            return types.CallToolResult.model_validate(
+                {"content": [{"type": "text", "text": text}], "isError": failed})
 
-    settings = svacer.settings
-    about = {"instructions": instructions(settings.tools), "log_level": settings.log_level}
-    # Any Host will do for a server behind a bearer token, and `guard` looks at the Origin.
-    security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
-    http = {"stateless_http": True, "transport_security": security}
-    if second_line:
-        server = Server("svacer_mcp", version=VERSION, **about)
-        return server, lambda: server.streamable_http_app(**http)
-    server = Server("svacer_mcp", **about, **http)
-    server._mcp_server.version = VERSION  # else clients are told the SDK's version
-    return server, server.streamable_http_app
+        async def list_prompts(self) -> list[types.Prompt]:
+            return [types.Prompt.model_validate(entry) for entry in prompts(svacer.settings)]
+
+        async def get_prompt(self, name: str, given: dict[str, str] | None, *_: Any) -> Any:
+            try:
+                content = {"type": "text", "text": prompted(svacer.settings, name, given or {})}
+            except ToolFailure as failure:
+                raise McpError(types.ErrorData(code=-32602, message=failure.message)) from None
+            return types.GetPromptResult.model_validate(
+                {"messages": [{"role": "user", "content": content}]})
+
+    async def complete(ref: Any, argument: Any, context: Any) -> types.Completion:
+        call, known = Call(svacer), (context and context.arguments) or {}
+        call.ends = min(call.ends, time.monotonic() + COMPLETION_TIME)
+        try:
+            values = await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(
+                svacer.workers, completions, call, argument.name, argument.value,
+                known.get("project") or ""), COMPLETION_TIME)
+        except (ToolFailure, asyncio.TimeoutError):
+            values = []
+        finally:
+            call.abort()
+        return types.Completion(values=values)
+
+    server = Server("svacer_mcp", instructions=instructions(svacer.settings.tools))
+    server.completion()(complete)
+    low = vars(server).get("_lowlevel_server") or server._mcp_server
+    low.version = VERSION  # else clients are told the SDK's version
+    return low
 
 
-def delay_end_of_input(svacer: Svacer) -> None:
-    """Puts a pipe before stdin that ends a moment after it.
+# In a text that need not be JSON: a member "id" with its value, strings, brackets.
+TOKEN = re.compile(r'''"id"\s*:\s*("[^"\\]*(?:\\.[^"\\]*)*"|-?\d+(?![\d.eE]))'''
+                   r'''|"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[][{}]''', re.DOTALL)
+# What the members of a request may be, if it has them.
+MEMBERS: dict[str, Any] = {"method": (str,), "params": (dict, type(None)), "id": (int, str)}
 
-    At its end the SDK drops the calls that still run; with the delay quick ones are answered. And
-    whatever then holds the end up, such as a stdout that nobody reads, the process ends.
+
+def find_id(text: str) -> Any:
+    """The id of a message, None where it has none; even of one that no parser takes."""
+    depth = 0
+    for token in TOKEN.finditer(text):
+        depth += (token[0] in "{[") - (token[0] in "}]")
+        if token[1] and depth == 1:
+            with suppress(ValueError):
+                return json.loads(token[1])
+    return None
+
+
+def read_message(data: bytes) -> tuple[dict[str, Any], str]:
+    """A message, and the answer to it if it is none: the SDK would pass over it in silence."""
+    from pydantic_core import from_json  # the SDK's parser, with its limits
+
+    code, fault = -32600, "Invalid Request: it takes JSON-RPC 2.0, and an integer or string as id"
+    try:
+        given = from_json(data.removeprefix(codecs.BOM_UTF8))
+        if isinstance(given, dict) and given.get("jsonrpc") == "2.0" and (
+                all(type(given[name]) in MEMBERS[name] for name in MEMBERS.keys() & given)
+                if "method" in given else {"result", "error"} & given.keys()):
+            return given, ""
+    except ValueError as error:
+        code, fault = -32700, f"Parse error: {error}"
+    # In ASCII, for the id may be a string that cannot be sent otherwise.
+    return {}, json.dumps({"jsonrpc": "2.0", "id": find_id(data.decode(errors="replace")),
+                           "error": {"code": code, "message": fault}})
+
+
+class Wire:
+    """The lines of stdin and stdout, as the SDK reads and writes them.
+
+    What the SDK would pass over in silence is answered here. A cancellation stays here, too: it
+    ends the request's scope, and the answer is dropped. (The SDK's 1.x line dies of some.)
     """
-    stdin, (reader, writer) = os.dup(0), os.pipe()
-    os.dup2(reader, 0)
 
-    def pump() -> None:
-        with suppress(OSError), open(writer, "wb") as pipe:
-            while data := os.read(stdin, CHUNK):
-                pipe.write(data)
-                pipe.flush()
-            time.sleep(0.5)
-            latest = time.monotonic() + 1
-            while svacer.running and time.monotonic() < latest:
-                time.sleep(0.05)
-        time.sleep(2)
-        os._exit(0)
+    def __init__(self) -> None:
+        self.requests: dict[str, Any] = {}  # those without an answer yet: scopes, by repr(id)
+        self.stdout = os.fdopen(os.dup(1), "wb")
+        os.dup2(sys.stderr.fileno(), 1)  # a stray print must not get among the messages
+        self.reader, self.writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
-    threading.Thread(target=pump, daemon=True).start()
+    async def __aiter__(self) -> AsyncIterator[str]:
+        import anyio
+
+        loop = asyncio.get_running_loop()
+        while line := await loop.run_in_executor(self.reader, sys.stdin.buffer.readline):
+            message, fault = read_message(line) if line.strip() else ({}, "")
+            method, number = message.get("method"), repr(message.get("id"))
+            if fault:
+                await self.write(f"{fault}\n")
+            elif method == "notifications/cancelled" and "id" not in message:
+                wanted = repr((message.get("params") or {}).get("requestId"))
+                if wanted in self.requests:
+                    self.requests[wanted].cancel()
+            elif method is not None:  # it is no answer: nothing was asked
+                if "id" in message:
+                    self.requests[number] = anyio.CancelScope()
+                yield line.decode("utf-8-sig")
+        latest = loop.time() + 1.5  # quick calls are answered
+        while self.requests and loop.time() < latest:
+            await asyncio.sleep(0.02)
+        loop.call_later(2, os._exit, 0)  # whatever holds the end up, as a stdout that nobody reads
+
+    async def write(self, line: str) -> None:
+        def put() -> None:
+            try:
+                self.stdout.write(line.encode())
+                self.stdout.flush()
+            except OSError:  # the client is gone, without a word
+                os._exit(0)
+
+        scope = self.requests.pop(repr(find_id(line)), None)
+        if not scope or not scope.cancel_called:
+            await asyncio.get_running_loop().run_in_executor(self.writer, put)
+
+    async def flush(self) -> None:
+        """Nothing is held back."""
 
 
 def serve_stdio(svacer: Svacer) -> int:
     """Serves until the client closes stdin."""
-    server, _ = make_server(svacer)
+    from mcp.server.stdio import stdio_server
+
+    if sys.stdin is None or sys.stdout is None:
+        print("svacer_mcp: stdin and stdout must be open, a client speaks over them.",
+              file=sys.stderr)
+        return 2
     if sys.stdin.isatty():
         print("svacer_mcp waits for an MCP client on standard input. Ctrl+C ends it; to try the "
               "connection to Svacer, start it with --check.", file=sys.stderr)
-    delay_end_of_input(svacer)
-    try:
-        asyncio.run(server.run_stdio_async())
-    except Exception as error:
-        while getattr(error, "exceptions", None):
-            error = error.exceptions[0]  # type: ignore[attr-defined]  # of an ExceptionGroup
-        if not isinstance(error, OSError):  # that is a client gone without a word
-            logger.error("the session ended with %s", type(error).__name__)
-            return 1
+    wire: Any = Wire()
+    server = make_server(svacer, wire.requests)
+
+    async def serve() -> None:
+        async with stdio_server(wire, wire) as streams:
+            await server.run(*streams, server.create_initialization_options())
+
+    asyncio.run(serve())
     return 0
 
 
+LARGEST_BODY = 1024 * 1024  # bytes
+BODY_TIME = 30  # seconds for it to arrive
 METADATA = "/.well-known/oauth-protected-resource"  # RFC 9728
 
 
-def guard(app: Any, settings: Settings) -> Any:
-    """The ASGI application before the SDK's: /health for all, /mcp for those with the token."""
-    from starlette.responses import JSONResponse
+def guard(streamed: Any, whole: Any, settings: Settings) -> Any:
+    """The ASGI application before the SDK's two: /health for all, /mcp for those with the token.
 
-    token = (settings.mcp_token or "").encode()
+    Who names text/event-stream in Accept is answered by `streamed`, others with JSON, by `whole`.
+    """
+    import anyio
+    from starlette.responses import JSONResponse, Response
+
     resource = settings.mcp_resource_url or f"http://localhost:{settings.http_port}"
     public, known = urlsplit(resource), {origin_of(resource), *settings.mcp_allowed_origins}
     challenge = ('Bearer realm="svacer_mcp", {}resource_metadata='
                  f'"{public.scheme}://{public.netloc}{METADATA}{public.path}"')
     # No authorization server is named, because there is none: the token is a shared secret.
     metadata = {"resource": resource, "bearer_methods_supported": ["header"]}
+    close = {"Connection": "close"}
 
     def foreign(url: str) -> bool:
         with suppress(ValueError):
@@ -1971,6 +2575,7 @@ def guard(app: Any, settings: Settings) -> Any:
     def refusal(method: str, path: str, headers: Mapping[bytes, bytes]) -> Any:
         """The answer to a request that is not for the SDK, None for one that is."""
         scheme, _, sent = headers.get(b"authorization", b"").partition(b" ")
+        token = settings.current("mcp_token").strip().encode()
         if path == "/health":
             return JSONResponse({"status": "ok", "version": VERSION})
         if path.startswith(METADATA):
@@ -1987,27 +2592,52 @@ def guard(app: Any, settings: Settings) -> Any:
             return JSONResponse({"error": "only POST is answered"}, 405, {"Allow": "POST"})
         return None
 
+    async def read_body(told: int, receive: Any) -> Any:
+        """The body of a request, or the answer to one that is no message, long or late."""
+        body = b""
+        with anyio.move_on_after(BODY_TIME):
+            while max(told, len(body)) <= LARGEST_BODY:
+                part = await receive()
+                body += part.get("body", b"")
+                if not part.get("more_body"):  # it is whole, or the client is gone
+                    fault = read_message(body)[1]
+                    return Response(fault, 400, media_type="application/json") if fault else body
+            return JSONResponse({"error": f"a body may have {LARGEST_BODY} bytes"}, 413, close)
+        return JSONResponse({"error": "the body did not arrive"}, 408, close)
+
     async def guarded(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return await app(scope, receive, send)  # type: ignore[no-any-return]  # it is None
         held: list[Any] = []
-        begun = False
 
         async def send_late(message: Any) -> None:
             """Holds the head of an answer back until its body: till then a proxy may try again."""
-            nonlocal begun
             held.append(message)
-            if message["type"] == "http.response.body":
-                begun = begun or bool(message.get("body")) or not message.get("more_body")
-            while begun and held:
+            while held and message["type"] == "http.response.body":
                 await send(held.pop(0))
 
-        scope = {**scope, "path": scope["path"].rstrip("/")}
-        answer = refusal(scope["method"], scope["path"], dict(scope["headers"])) or app
+        async def replay() -> Any:
+            return parts.pop() if parts else await anyio.sleep_forever()
+
+        async def watch(group: Any) -> None:
+            await receive()  # that the client leaves, which the SDK notices late, or loudly
+            group.cancel_scope.cancel()
+
+        path, headers = scope["path"].rstrip("/"), dict(scope["headers"])
+        fields = [pair for pair in scope["headers"] if pair[0] != b"accept"]
+        accept = b",".join(value for name, value in scope["headers"] if name == b"accept")
         try:
-            await answer(scope, receive, send_late)
+            answer = refusal(scope["method"], path, headers) or await read_body(
+                int(headers.get(b"content-length", b"0")), receive)
+            if not isinstance(answer, bytes):
+                return await answer(scope, receive, send)  # type: ignore[no-any-return]  # None
+            parts = [{"type": "http.request", "body": answer}]
+            fields.append((b"accept", b"application/json, text/event-stream"))
+            async with anyio.create_task_group() as group:
+                group.start_soon(watch, group)
+                app = streamed if b"text/event-stream" in accept.lower() else whole
+                await app({**scope, "path": path, "headers": fields}, replay, send_late)
+                group.cancel_scope.cancel()
         except asyncio.CancelledError:  # by uvicorn, which is about to end
-            if not begun:
+            with suppress(RuntimeError):  # where an answer has begun
                 stopped = JSONResponse({"error": "the server is being stopped"}, 503)
                 await stopped(scope, receive, send)
 
@@ -2017,6 +2647,7 @@ def guard(app: Any, settings: Settings) -> Any:
 def serve_http(svacer: Svacer) -> int:
     """Serves Streamable HTTP until SIGTERM or Ctrl+C; running calls then get four seconds."""
     import uvicorn
+    from mcp.server.streamable_http_manager import StreamableHTTPSessionManager as Sessions
     from sse_starlette.sse import AppStatus
 
     AppStatus.enable_automatic_graceful_drain = False  # it would cut them off at once
@@ -2032,31 +2663,36 @@ def serve_http(svacer: Svacer) -> int:
         return 2
     for signaled in (signal.SIGTERM, signal.SIGINT):  # which uvicorn raises again when it is done
         signal.signal(signaled, lambda number, frame: None)
-    _, make_app = make_server(svacer)
-    app = guard(make_app(), svacer.settings)
+    server = make_server(svacer, {})
+    streamed, whole = (Sessions(server, stateless=True, json_response=j) for j in (False, True))
     gc.collect()
     gc.freeze()  # the SDK's many objects are here to stay: no need to look through them again
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, ws="none",
-        server_header=False, timeout_graceful_shutdown=4,
+        guard(streamed.handle_request, whole.handle_request, svacer.settings), log_config=None,
+        access_log=False, ws="none", lifespan="off", server_header=False,
+        timeout_graceful_shutdown=4,
         timeout_keep_alive=75)  # longer than a reverse proxy keeps an idle connection
     print(f"svacer_mcp {VERSION}: http://{host}:{number}/mcp", file=sys.stderr, flush=True)
-    uvicorn.Server(config).run(sockets=[listener])
+
+    async def serve() -> None:
+        async with streamed.run(), whole.run():
+            await uvicorn.Server(config).serve(sockets=[listener])
+
+    asyncio.run(serve())
     return 0
 
 
 # ---- Command line --------------------------------------------------------------------------------
 # For a person at a shell: results go to standard output, news of what takes long to standard error.
 
-def tell_if_slow(what: Callable[[], str], seconds: int = 2) -> None:
+def tell_if_slow(what: Callable[[], str]) -> None:
     """Says after 2, 4, 8 ... seconds what is still going on, as long as this process lives."""
     def tell() -> None:
-        print(f"svacer_mcp: {what()}, {seconds} s so far", file=sys.stderr, flush=True)
-        tell_if_slow(what, 2 * seconds)
+        for seconds in (2 << times for times in range(20)):
+            time.sleep(max(2, seconds / 2))
+            print(f"svacer_mcp: {what()}, {seconds} s so far", file=sys.stderr, flush=True)
 
-    timer = threading.Timer(max(2, seconds / 2), tell)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=tell, daemon=True).start()
 
 
 def row(name: str, about: str) -> str:
@@ -2066,7 +2702,7 @@ def row(name: str, about: str) -> str:
 
 def list_tools(svacer: Svacer) -> int:
     """Prints the tools and their parameters, optional ones in brackets."""
-    for entry in (TOOLS[name].described(name) for name in svacer.settings.tools):
+    for entry in described(svacer.settings):
         schema = entry["inputSchema"]
         print(textwrap.fill(f"{entry['name']}: {entry['description']}", 80))
         for name, shape in schema["properties"].items():
@@ -2103,9 +2739,7 @@ def call_once(svacer: Svacer, name: str, texts: list[str]) -> int:
 def check(svacer: Svacer) -> int:
     """Prints the settings, what works on the way to Svacer, and what does not."""
     settings, call, step = svacer.settings, Call(svacer), "connection"
-    late = threading.Timer(settings.call_timeout, call.abort)
-    late.daemon = True
-    late.start()
+    threading.Timer(settings.call_timeout, call.abort).start()
     tell_if_slow(lambda: f"{step}: waiting for Svacer")
     sdk, python = importlib.metadata.version("mcp"), sys.version.split()[0]
     print(f"versions    svacer_mcp {VERSION}, mcp {sdk}, Python {python}")
@@ -2142,11 +2776,20 @@ def as_utf8(text: str) -> str:
     return text
 
 
+class Log(logging.Handler):
+    """Lines on stderr; what nobody reads is dropped, not waited for."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(Exception):
+            line, file = f"{self.format(record)}\n".encode(errors="replace"), sys.stderr.fileno()
+            while line and (sys.platform == "win32" or select.select([], [file], [], 0)[1]):
+                line = line[os.write(file, line[:512]):]  # so much does not block
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status, or ends the process when it has served."""
     table = "\n".join(
         row(variable, item.metadata["about"]
-            + f", else a file that holds it in {variable}_FILE" * item.metadata["secret"]
             + (f" [{item.default}]" if isinstance(item.default, (str, int)) else ""))
         for variable, item in VARIABLES.items())
     parser = argparse.ArgumentParser(
@@ -2163,6 +2806,8 @@ or settings, no package mcp, or a port in use; 128 + N ended by signal N.""")
                         help="make one tool call, also with one JSON object; or list the tools")
     parser.add_argument("--env-file", metavar="PATH", help="read this file in place of .env")
     parser.add_argument("--version", action="version", version=f"svacer_mcp {VERSION}")
+    if sys.stderr is None:  # print() would then write to stdout
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     options = parser.parse_args(argv)
     for signaled in (signal.SIGINT, signal.SIGTERM):  # end it at once, without a traceback
         signal.signal(signaled, lambda number, frame: os._exit(128 + number))
@@ -2172,7 +2817,8 @@ or settings, no package mcp, or a port in use; 128 + N ended by signal N.""")
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2
-    logging.basicConfig(level=settings.log_level, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=settings.log_level, format="%(levelname)s %(name)s: %(message)s",
+                        handlers=[Log()])
     if (settings.login, settings.password) == ("admin", "admin") and settings.url != DEMO_URL:
         logger.warning("SVACER_LOGIN and SVACER_PASSWORD are those of the demo server, admin/admin")
     svacer = Svacer(settings)
@@ -2191,6 +2837,9 @@ or settings, no package mcp, or a port in use; 128 + N ended by signal N.""")
         print(f"svacer_mcp needs the Python package mcp: pip install 'mcp>=1.30,<3' ({error})",
               file=sys.stderr)
         status = 2
+    except Exception:
+        logger.exception("svacer_mcp has failed")
+        status = 1
     os._exit(status)  # at once, whatever a worker thread still waits for
 
 

@@ -48,7 +48,7 @@ from collections.abc import (
     Sequence,
 )
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, closing, suppress
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from email.utils import formatdate
@@ -1240,6 +1240,8 @@ def free_port() -> int:
 class HttpServer:
     """A server process that speaks HTTP: `with HttpServer(fake) as server:` at server.url."""
 
+    program: Sequence[str] = (str(SERVER),)
+
     def __init__(self, fake: FakeSvacer | str, **settings: object):
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -1249,8 +1251,8 @@ class HttpServer:
 
     def __enter__(self) -> HttpServer:
         self.process = subprocess.Popen(
-            [sys.executable, str(SERVER)], env=self.env, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            [sys.executable, *self.program], env=self.env, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=SERVER.parent)
         until(self.healthy, 30)
         return self
 
@@ -1508,100 +1510,122 @@ async def test_the_scenarios_come_out_as_documented(connect: Callable[[], Any]) 
 # ---- What the model sees -------------------------------------------------------------------------
 
 TOOL_LIST = """\
-get_projects: All projects with their branches: start here. [List projects]
-  name_filter string: Part of a project's or branch's name. Default: all.
-  limit integer: Most projects, 0 = all. Default: what fits.
-  offset integer: Projects to skip. Default: 0.
+get_projects: List projects
+  All projects with their branches: start here.
+  name_filter string:          Part of a project or branch name. Default: all.
+  limit integer:               Most projects, 0 = all. Default: what fits, with stats 10.
+  offset integer:              Projects to skip. Default: 0.
+  stats boolean:               Add statistics. Default: false.
 
-get_snapshots: Snapshots of a branch, newest first, with markers counted. [List snapshots]
-  project_id* string: Id, name or link.
-  branch_id* string: Id, name or link.
-  name_filter string: Substring or regex of the name. Default: all.
-  limit integer: Most snapshots, 0 = all. Default: what fits.
-  offset integer: Snapshots to skip. Default: 0.
+get_snapshots: List snapshots
+  Snapshots of a branch, newest first, with markers counted.
+  project_id* string:          Id, name or link.
+  branch_id* string:           Id, name or link.
+  name_filter string:          Part or regex of the name. Default: all.
+  limit integer:               Most snapshots, 0 = all. Default: what fits, with stats 10.
+  offset integer:              Snapshots to skip. Default: 0.
+  stats boolean:               Add statistics. Default: false.
 
-get_project_stats: Totals of a snapshot by severity, review status and checker. \
-[Snapshot statistics]
-  project_id* string: Id, name or link.
-  branch_id* string: Id, name or link.
-  snapshot_id* string: Id, name, link, latest or previous.
+get_project_stats: Snapshot statistics
+  Totals of a snapshot by severity, review status and checker.
+  project_id* string:          Id, name or link.
+  branch_id* string:           Id, name or link.
+  snapshot_id* string:         Id, name, link, latest or previous.
 
-get_markers: Markers (findings) of a snapshot. A filter's values are alternatives; all filters \
-apply. [List markers]
-  project_id* string: Id, name or link.
-  branch_id* string: Id, name or link.
-  snapshot_id* string: Id, name, link, latest or previous.
-  severity array of Critical|Major|Minor|Unspecified: Review severities. Default: all.
-  review array of Confirmed|Won't fix|False Positive|Unclear|Undecided: Review statuses. \
-Default: all.
-  warnClass array: Checkers, sub-classes included. Default: all.
-  file array: Substrings of the path. Default: all.
-  traces boolean: Add traces. Default: false.
-  checker_info boolean: Add checker metadata. Default: false.
-  review_history boolean: Add review history. Default: false.
-  comment_history boolean: Add comments. Default: false.
-  custom_filter string: Filter saved in Svacer. Default: none.
-  limit integer: Most markers, 0 = all. Default: 30.
-  fields array: Marker keys, * = all. Default: id, warnClass, file, line, msg, function, review.
-  ids array: Marker ids. Default: all.
-  offset integer: Markers to skip. Default: 0.
+get_markers: List markers
+  Findings of a snapshot. A filter's values are alternatives; all filters apply.
+  project_id* string:          Id, name or link.
+  branch_id* string:           Id, name or link.
+  snapshot_id* string:         Id, name, link, latest or previous.
+  severity array of Critical|Major|Minor|Unspecified: Severities. Default: all.
+  review array of Confirmed|Won't fix|False Positive|Unclear|Undecided: Statuses. Default: all.
+  warnClass array:             Checkers with sub-classes. Default: all.
+  file array:                  Parts of paths. Default: all.
+  exclude_file array:          Parts of paths to leave out. Default: none.
+  search string:               Part of message or function. Default: all.
+  group_by array:
+      Count by warnClass, file, directory, function, severity, review. Default: list.
+  ids array:                   Ids or invariants. Default: all.
+  custom_filter string:        Saved filter. Default: none.
+  traces boolean:              Add traces. Default: false.
+  checker_info boolean:        Add checkerInfo. Default: false.
+  review_history boolean:      Add review history. Default: false.
+  comment_history boolean:     Add comments. Default: false.
+  occurrences boolean:         Add since when. Default: false.
+  limit integer:               Most, 0 = all. Default: 30.
+  offset integer:              To skip. Default: 0.
+  fields array:
+      Keys, * = all. Default: id, warnClass, file, line, msg, function, review.
 
-get_warnings: Like get_markers, for traces, review history and comments. [List full warnings]
-  project_id* string: Id, name or link.
-  branch_id* string: Id, name or link.
-  snapshot_id* string: Id, name, link, latest or previous.
-  severity array of Critical|Major|Minor|Unspecified: Review severities. Default: all.
-  review array of Confirmed|Won't fix|False Positive|Unclear|Undecided: Review statuses. \
-Default: all.
-  warnClass array: Checkers, sub-classes included. Default: all.
-  file array: Substrings of the path. Default: all.
-  traces boolean: Add traces. Default: false.
-  checker_info boolean: Add checker metadata. Default: false.
-  review_history boolean: Add review history. Default: false.
-  comment_history boolean: Add comments. Default: false.
-  custom_filter string: Filter saved in Svacer. Default: none.
-  limit integer: Most warnings, 0 = all. Default: 30, with traces or history 8.
-  fields array: Marker keys, * = all. Default: id, warnClass, file, line, msg, function, review.
-  ids array: Marker ids. Default: all.
-  offset integer: Markers to skip. Default: 0.
+get_warnings: List full warnings
+  Like get_markers, with traces, code and history.
+  project_id* string:          Id, name or link.
+  branch_id* string:           Id, name or link.
+  snapshot_id* string:         Id, name, link, latest or previous.
+  severity array of Critical|Major|Minor|Unspecified: Severities. Default: all.
+  review array of Confirmed|Won't fix|False Positive|Unclear|Undecided: Statuses. Default: all.
+  warnClass array:             Checkers with sub-classes. Default: all.
+  file array:                  Parts of paths. Default: all.
+  exclude_file array:          Parts of paths to leave out. Default: none.
+  search string:               Part of message or function. Default: all.
+  group_by array:              Count by, as in get_markers. Default: list.
+  ids array:                   Ids or invariants. Default: all.
+  custom_filter string:        Saved filter. Default: none.
+  traces boolean:              Add traces. Default: false.
+  checker_info boolean:        Add checkerInfo. Default: false.
+  review_history boolean:      Add review history. Default: false.
+  comment_history boolean:     Add comments. Default: false.
+  occurrences boolean:         Add since when. Default: false.
+  limit integer:               Most, 0 = all. Default: 30; with traces, code or history 8.
+  offset integer:              To skip. Default: 0.
+  fields array:                Keys, * = all. Default: as in get_markers.
+  source_lines integer:        Lines of code around steps, to 50. Default: 0.
 
-get_diff: Markers that are new, missing, modified or matched between two snapshots. \
-[Compare snapshots]
-  base_snapshot_id* string: Older snapshot.
-  head_snapshot_id string: Newer snapshot. Default: base against the one before it.
-  level integer: 0 statistics, 1 ids too, 2 markers. Default: 0.
-  checker_info boolean: Add checker metadata. Default: false.
-  limit integer: Most markers per category, 0 = all. Default: 20.
-  fields array: Marker keys, * = all. Default: id, warnClass, file, line, msg, function, review.
-  offset integer: Markers to skip in each category. Default: 0.
-  categories array of new_markers|missing_markers|modified_markers|matched_markers: Lists of \
-markers. Default: all.
-  project_id string: Project, to name snapshots. Default: none.
-  branch_id string: Branch, to name snapshots. Default: none.
+get_diff: Compare snapshots
+  Markers new, missing, modified or matched between two snapshots.
+  base_snapshot_id* string:    Older snapshot.
+  head_snapshot_id string:     Newer snapshot. Default: base against the one before it.
+  level integer:               0 counts, 1 ids, 2 markers. Default: 0, filtered 2.
+  categories array of new_markers|missing_markers|modified_markers|matched_markers:
+      Lists of markers. Default: all.
+  severity array of Critical|Major|Minor|Unspecified: Severities. Default: all.
+  review array of Confirmed|Won't fix|False Positive|Unclear|Undecided: Statuses. Default: all.
+  warnClass array:             Checkers with sub-classes. Default: all.
+  file array:                  Parts of paths. Default: all.
+  exclude_file array:          Parts of paths to leave out. Default: none.
+  search string:               Part of message or function. Default: all.
+  group_by array:              Count by, as in get_markers. Default: list.
+  checker_info boolean:        Add checkerInfo. Default: false.
+  fields array:                Keys, * = all. Default: as in get_markers.
+  limit integer:               Most of each, 0 = all. Default: 20.
+  offset integer:              To skip of each. Default: 0.
+  project_id string:           To name snapshots. Default: none.
+  branch_id string:            To name snapshots. Default: none.
 
-get_advanced_file_preview: Lines of a source file in a snapshot. [Show source code]
-  snapshot_id* string: Id, name, link, latest or previous.
-  file_path* string: Path exactly as in a marker's file.
-  line integer: Central line, from 1. Default: 1.
-  before integer: Lines before it. Default: 0.
-  after integer: Lines after it. Default: to the end of the file.
-  project_id string: Project, to name snapshots. Default: none.
-  branch_id string: Branch, to name snapshots. Default: none.
+get_advanced_file_preview: Show source code
+  Lines of a source file in a snapshot.
+  snapshot_id* string:         Id, name, link, latest or previous.
+  file_path* string:           Path exactly as in a marker's file.
+  line integer:                Central line, from 1. Default: 1.
+  before integer:              Lines before it. Default: 0.
+  after integer:               Lines after it. Default: to the end.
+  project_id string:           To name snapshots. Default: none.
+  branch_id string:            To name snapshots. Default: none.
 
-get_project_groups: A group of projects and the projects in it. [Find a project group]
-  name_or_id* string: Name or id of the group.
+get_project_groups: Find a project group
+  A group of projects and the projects in it.
+  name_or_id* string:          Name or id of the group.
 """
 
 INSTRUCTIONS = """\
 Svacer holds results of static analysis: project > branch > snapshot > marker.
-Start with get_projects for project_id and branch_id.
-get_snapshots gives snapshot_id, newest first.
-Names, links from Svacer's web interface and, for snapshots, latest and previous work as ids too.
-For counts and top checkers call get_project_stats.
-For lists call get_markers.
-Call get_warnings only for traces, review history or comments.
-For changes between snapshots call get_diff, first at level 0.
-For code call get_advanced_file_preview with a marker's file and line.
+Start with get_projects; names, links and, for snapshots, latest and previous serve as ids.
+What is new: get_diff with base_snapshot_id latest, categories new_markers, group_by warnClass.
+Where the problems are: get_markers with severity, review and group_by (directory, warnClass, file).
+How it developed: get_snapshots with stats; all projects at once: get_projects with stats.
+Evidence for a marker: get_warnings with ids, traces and source_lines.
+Since when, or whether it is gone: get_markers with ids and occurrences.
+For all counts of a snapshot call get_project_stats, for code get_advanced_file_preview.
 If truncated is true, narrow the filters or pass next_offset as offset; total_count is exact anyway.
 Unspecified and Undecided mean not reviewed, not unimportant.
 After an error do what its try says.
@@ -1614,7 +1638,7 @@ def outline(tool: dict[str, Any]) -> str:
     assert notes == {"title": notes["title"], "readOnlyHint": True, "destructiveHint": False,
                      "idempotentHint": True, "openWorldHint": True}
     assert schema.keys() == {"type", "properties", "required"} and schema["type"] == "object"
-    lines = [f"{tool.pop('name')}: {tool.pop('description')} [{notes['title']}]"]
+    lines = [f"{tool.pop('name')}: {notes['title']}", f"  {tool.pop('description')}"]
     assert tool == {}
     for name, about in schema["properties"].items():
         items = about.pop("items", None)
@@ -1622,9 +1646,12 @@ def outline(tool: dict[str, Any]) -> str:
         assert (kind == "array") == (items is not None) and (items or {}).get("type") != "object"
         kind += f" of {'|'.join(items['enum'])}" if items and "enum" in items else ""
         required = "*" if name in schema["required"] else ""
-        lines.append(f"  {name}{required} {kind}: {about.pop('description')}")
+        described = about.pop("description")
+        lines.append(f"  {name}{required} {kind}:".ljust(30) + f" {described}")
+        lines[-1:] = lines[-1:] if len(lines[-1]) <= 100 else [
+            f"  {name}{required} {kind}:", " " * 6 + described]
         assert about == {}
-        assert required or "Default: " in lines[-1]
+        assert required or "Default: " in described
     return "\n".join(lines) + "\n"
 
 
@@ -1669,7 +1696,7 @@ async def test_a_subset_of_the_tools_shrinks_what_the_model_sees(fake: FakeSvace
             "allowed": ["get_projects", "get_markers"]}
     lines = svacer_mcp.instructions(("get_projects", "get_markers")).splitlines()
     assert lines == [line for line in INSTRUCTIONS.splitlines() if not re.search(
-        "snapshots gives|project_stats|warnings|get_diff|preview", line)]
+        "get_snapshots|project_stats|warnings|get_diff|preview", line)]
 
 
 @pytest.mark.anyio
@@ -1797,7 +1824,7 @@ LONG = "д" * 10_000
     ("get_markers", {"project_id": ["bash"]}, "project_id", "a string"),
     ("get_markers", {"project_id": True}, "project_id", "true"),
     ("get_diff", {"level": 3}, "level", "3"),
-    ("get_diff", {"categories": ["new"]}, "categories", "'new'"),
+    ("get_diff", {"categories": ["newest"]}, "categories", "'newest'"),
     ("get_advanced_file_preview", {"file_path": EXECUTE_CMD, "line": 0}, "line", "from 1 on"),
     ("get_markers", {"checker": "X"}, "checker", "warnClass is the closest"),
     ("get_markers", {"status": "X"}, "status", "review is the closest"),
@@ -1964,7 +1991,7 @@ def test_reviews_in_another_case_count_as_the_same() -> None:
     ("bash", {"custom_filter": "Only confirmed"}, 1),
     ("bash", {"ids": [CRITICAL, MKTEMP, uid("nowhere")]}, 2),
     ("bash", {"ids": CRITICAL, "severity": "Major"}, 0),
-    ("bash", {"ids": branch_of("bash").snapshots[1].markers[0]["invariant"]}, 0),
+    ("bash", {"ids": branch_of("bash").snapshots[1].markers[0]["invariant"]}, 1),
     ("bash", {"severity": ["Critical", "Major"]}, 2),
     ("bash", {"review": ["Unclear", "Won't fix"]}, 2),
     ("bash", {"review": ["Unclear", "Undecided"]}, 768),
@@ -2195,7 +2222,7 @@ def test_the_commit_of_a_snapshot(details: Any, name: str, commit: str | None) -
     (7, "2020-03-25T09:09:41.123456789Z"), ("2020-03-25T09:09:41-01:00", "2020-03-25T10:09:42Z"),
 ])
 def test_times_are_compared_as_times(earlier: Any, later: Any) -> None:
-    assert svacer_mcp.moment(earlier) < svacer_mcp.moment(later)
+    assert svacer_mcp.timestamp(earlier) < svacer_mcp.timestamp(later)
 
 
 @pytest.mark.parametrize(("path", "answer", "tool", "expected"), [
@@ -2261,6 +2288,935 @@ def test_no_content_counts_as_nothing() -> None:
         assert ask(svacer, "get_projects") == []
         assert ask(svacer, "get_snapshots", project_id=BASH, branch_id=BASH) == []
         assert ask(svacer, "get_markers", **BASH_PLACE)["total_count"] == 0
+
+
+# ---- Triage --------------------------------------------------------------------------------------
+# What is counted, grouped and compared is checked against a search by hand through the fake's own
+# data, over many combinations of filters.
+
+Rows = list[Marker]
+PLACES = ("/.build/src/net/socket.c", "/.build/src/net/Socket.c", "/.build/src/a+b[1].c",
+          "/.build/tests/КАПЧА.c", "/.build/tests/net/t.c", "main.c")
+CHECKERS = ("BUFFER_OVERFLOW", "BUFFER_OVERFLOW.EX", "BUFFER_OVERFLOWS", "DEREF.NULL.MIN", "DEREF",
+            "LEAK")
+REVIEWS = (*UNREVIEWED[:1] * 4, *(row.get("review") for row in UNREVIEWED), *(
+    {"status": status, "severity": severity}
+    for status, severity in (("Confirmed", "Critical"), ("Confirmed", "Major"), ("To do", "Minor"),
+                             ("False Positive", ""), ("Won't fix", "Minor"), ("Unclear", None),
+                             ("CONFIRMED", "critical"), ("", "Major"))))
+KEY_OF: dict[str, Callable[[Marker], str | None]] = {
+    "warnClass": lambda row: row["warnClass"],
+    "file": lambda row: row["file"],
+    "directory": lambda row: row["file"].rpartition("/")[0],
+    "function": lambda row: row.get("function"),
+    "severity": lambda row: reviewed(row)[0],
+    "review": lambda row: reviewed(row)[1],
+}
+
+
+def triage_branch() -> Branch:
+    """Snapshots that share findings: some twice in one, some moved, one without an invariant."""
+    rng = random.Random(13)
+    pool = [marker(rng.choice(CHECKERS), rng.choice(PLACES), n % 50 + 1,
+                   f"{rng.choice(('Buffer of', 'Утечка', 'NULL after'))} p{n % 5}.",
+                   **rng.choice(({"function": "Run"}, {"function": "read_all"}, {})))
+            for n in range(150)]
+
+    def snapshot(day: int) -> Snapshot:
+        rows = [{**row, "line": row["line"] + rng.choice((0, 0, day)),
+                 "review": rng.choice(REVIEWS)} for row in rng.sample(pool, 70)]
+        return Snapshot(f"nightly {day}", [*rows, {**rows[0], "invariant": None, "line": 60}],
+                        f"2022-03-0{day}T00:00:00Z")
+
+    return Branch("triage", [snapshot(day) for day in (3, 1, 5, 2, 4)])
+
+
+TRIAGE = triage_branch()
+TRIAGE_LATEST = TRIAGE.snapshots[2]
+TRIAGE_PLACE = {"project_id": TRIAGE.project_id, "branch_id": TRIAGE.id}
+TRIAGE_NOW = {**TRIAGE_PLACE, "snapshot_id": TRIAGE_LATEST.id}
+
+
+@pytest.fixture(scope="module")
+def triage() -> Iterator[tuple[FakeSvacer, Svacer]]:
+    with FakeSvacer([TRIAGE]) as fake:
+        yield fake, in_process(fake)
+
+
+def reviewed(row: Marker) -> tuple[str, str]:
+    """Severity and status as statistics count them."""
+    review = row.get("review") or {}
+    severity, status = review.get("severity"), review.get("status")
+    return severity.capitalize() if severity else "Unspecified", (
+        {"CONFIRMED": "Confirmed"}.get(status, status) if status else "Undecided")
+
+
+def fits(row: Marker, args: Mapping[str, Any]) -> bool:
+    """Whether a marker passes the filters of a call."""
+    text = f"{row['msg']}\n{row.get('function') or ''}".lower()
+    tests: dict[str, Callable[[Any], bool]] = {
+        "severity": lambda names: reviewed(row)[0] in names,
+        "review": lambda names: reviewed(row)[1] in names,
+        "warnClass": lambda names: any(f"{row['warnClass']}.".startswith(f"{n}.") for n in names),
+        "file": lambda parts: any(part in row["file"] for part in parts),
+        "exclude_file": lambda parts: not any(part in row["file"] for part in parts),
+        "search": lambda part: part.lower() in text,
+        "ids": lambda ids: bool({row["id"], row["invariant"]} & {*ids}),
+        "custom_filter": lambda _: (row.get("review") or {}).get("status") == "Confirmed",
+    }
+    return all(passes(args[name]) for name, passes in tests.items() if name in args)
+
+
+def some_filters(rng: random.Random, rows: Sequence[Marker], *others: str) -> dict[str, Any]:
+    """A few filters at random, of those that the diff has and of `others`."""
+    ids = [row[key] for row in rng.sample([*rows], 4) for key in ("id", "invariant") if row[key]]
+    choice: dict[str, Any] = {
+        "severity": rng.sample(svacer_mcp.SEVERITIES, rng.randint(1, 3)),
+        "review": rng.sample(svacer_mcp.STATUSES, rng.randint(1, 3)),
+        "warnClass": rng.sample((*CHECKERS, "DEREF.NULL", "BUFFER"), rng.randint(1, 3)),
+        "file": rng.sample(("socket", "+b[1]", "КАПЧА", "/net/", ".c", "a.b"), rng.randint(1, 2)),
+        "exclude_file": rng.sample(("tests/", "Socket", "b[1", "t.c", ".*"), rng.randint(1, 2)),
+        "search": rng.choice(("buffer", "УТЕЧКА", "p3.", "READ_", "run", "null", "p.")),
+        "ids": [*rng.sample(ids, 4), uid(rng.random())],
+        "custom_filter": "Only confirmed",
+    }
+    names = [*(name for name in choice if name not in ("ids", "custom_filter")), *others]
+    return {name: choice[name] for name in names if rng.random() < 0.28}
+
+
+def grouped(rows: Iterable[Marker], keys: Sequence[str]) -> list[dict[str, Any]]:
+    counts = Counter(tuple(KEY_OF[key](row) for key in keys) for row in rows)
+    largest = sorted(counts.items(), key=lambda item: (-item[1], [v or "" for v in item[0]]))
+    return [{**dict(zip(keys, values, strict=True)), "count": n} for values, n in largest]
+
+
+def some_keys(rng: random.Random) -> list[str]:
+    return rng.sample([*KEY_OF], rng.randint(1, 3))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lists_and_groups_hold_what_a_search_by_hand_finds(
+        triage: tuple[FakeSvacer, Svacer], seed: int) -> None:
+    rng, seen = random.Random(seed), Counter[int]()
+    for n in range(50):
+        snapshot = rng.choice(TRIAGE.snapshots)
+        place = {**TRIAGE_PLACE, "snapshot_id": snapshot.id}
+        tool, key = rng.choice((("get_markers", "markers"), ("get_warnings", "warnings")))
+        filters, keys = some_filters(rng, snapshot.markers, "ids", "custom_filter"), some_keys(rng)
+        rows = [row for row in snapshot.markers if fits(row, filters)]
+        missing = [i for i in filters.get("ids", ()) if not any(
+            i in (row["id"], row["invariant"]) for row in rows)]
+        listed = ask(triage[1], tool, **place, **filters, limit=0)
+        assert listed.pop("candidates", []) == [] or not rows
+        assert ("hint" in listed) == (not rows)
+        listed.pop("hint", None)
+        assert listed.pop("missing_ids", []) == missing
+        assert [*listed.items()] == [
+            ("total_count", len(rows)), ("returned_count", len(rows)), ("truncated", False),
+            ("filters_applied", {**filters, "limit": 0}), (key, [*map(compact, rows)])], filters
+        counted = ask(triage[1], tool, **place, **filters, group_by=keys, limit=0)
+        groups = counted["groups"]
+        assert groups == grouped(rows, keys), (filters, keys)
+        assert [[*group] for group in groups] == [[*keys, "count"]] * len(groups)
+        assert sum(group["count"] for group in groups) == counted["total_count"] == len(rows)
+        assert ("hint" in counted) == (not rows)
+        shown = [k for k in counted if k not in ("hint", "candidates", "missing_ids")]
+        assert shown == ["total_count", "groups_count", "returned_count", "truncated",
+                         "filters_applied", "groups"]
+        assert counted["filters_applied"] == {**filters, "group_by": keys, "limit": 0}
+        assert counted["groups_count"] == counted["returned_count"] == len(groups)
+        if groups and n % 5 == 0:  # a group's count is the total of the filter that it stands for
+            group = rng.choice(groups)
+            narrowed = {k: [group[k]] for k in ("severity", "review") if group.get(k) in (
+                *svacer_mcp.SEVERITIES, *svacer_mcp.STATUSES) and k in keys}
+            found = ask(triage[1], tool, **place, **{**filters, **narrowed}, limit=1)
+            assert found["total_count"] == sum(g["count"] for g in groups if all(
+                [g[k]] == v for k, v in narrowed.items()))
+        seen[len(rows)] += 1
+    assert len(seen) > 10  # the filters were no foregone conclusion
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_groups_are_paged(triage: tuple[FakeSvacer, Svacer], size: int) -> None:
+    keys = ["function", "file"]
+    expected, found, start = grouped(TRIAGE_LATEST.markers, keys), [], 0
+    while start is not None:
+        page = ask(triage[1], "get_markers", **TRIAGE_NOW, group_by=keys, limit=size, offset=start)
+        assert (page["total_count"], page["groups_count"], page["returned_count"]) == (
+            len(TRIAGE_LATEST.markers), len(expected), len(page["groups"]))
+        found += page["groups"]
+        assert page["truncated"] == ("next_offset" in page) == (len(found) < len(expected))
+        if page["truncated"]:
+            assert [*page][4:] == ["filters_applied", "next_offset", "groups"]
+        start = page.get("next_offset")
+        assert start in (None, len(found))
+    assert found == expected
+
+
+def test_groups_that_the_caller_did_not_size_stay_under_the_budget() -> None:
+    rows = [marker("A", f"/.build/{'ш' * 900}/{n % 400:03}.c", 1, f"m {n}") for n in range(1000)]
+    with FakeSvacer([Branch("p", [Snapshot("s", rows)])]) as fake:
+        svacer, place = in_process(fake), {"project_id": "p", **MASTER}
+        found, start = [], 0
+        while start is not None:
+            page = ask(svacer, "get_markers", **place, group_by="file", offset=start)
+            assert len(dumps(page)) <= 40_000 and page["returned_count"] > 0
+            found += page["groups"]
+            start = page.get("next_offset")
+        assert found == grouped(rows, ["file"])
+        whole = ask(svacer, "get_markers", **place, group_by="file", limit=0)
+        assert whole["groups"] == found and "next_offset" not in whole
+
+
+@pytest.mark.parametrize(("tool", "beside"), [
+    *((tool, beside) for tool in ("get_markers", "get_warnings") for beside in (
+        {"fields": ["id"]}, {"traces": True}, {"checker_info": True}, {"review_history": True},
+        {"comment_history": True}, {"occurrences": True})),
+    ("get_warnings", {"source_lines": 3}),
+    ("get_diff", {"fields": ["id"]}), ("get_diff", {"checker_info": True}),
+], ids=str)
+def test_groups_have_no_room_for_what_belongs_to_one_marker(
+        triage: tuple[FakeSvacer, Svacer], tool: str, beside: dict[str, Any]) -> None:
+    place = {"base_snapshot_id": TRIAGE_LATEST.id} if tool == "get_diff" else TRIAGE_NOW
+    error = refusal(triage[1], tool, **place, group_by=["file"], **beside)
+    [name] = beside
+    assert error["code"] == "invalid_argument" and error["argument"] in ("group_by", name)
+    assert "group_by" in error["message"] and name in error["message"]
+    assert ask(triage[1], tool, **place, group_by=["file"], **{name: None})
+
+
+def by_category(fake: FakeSvacer, base: Snapshot, head: Snapshot) -> dict[str, Rows]:
+    asked = {"snapshot_v1": base.id, "snapshot_v2": head.id, "level": "2"}
+    return {name: [*rows] for name, rows in fake.api.diff(asked)["markers"].items()}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_filtered_diff_holds_what_a_search_by_hand_finds(
+        triage: tuple[FakeSvacer, Svacer], seed: int) -> None:
+    (fake, svacer), rng = triage, random.Random(seed)
+    for _ in range(30):
+        base, head = rng.sample(TRIAGE.snapshots, 2)
+        place = {"base_snapshot_id": base.id, "head_snapshot_id": head.id}
+        filters, keys = some_filters(rng, head.markers), some_keys(rng)
+        filters = filters or {"exclude_file": ["none"]}
+        every = by_category(fake, base, head)
+        rows = {name: [row for row in group if fits(row, filters)] for name, group in every.items()}
+        stats = ask(svacer, "get_diff", **place)["stats"]
+        assert [stats[name.partition("_")[0]] for name in every] == [*map(len, every.values())]
+        found = ask(svacer, "get_diff", **place, **filters, limit=0)
+        assert [*found][:2] == ["stats", "filters_applied"] and [*found][-1] == "markers"
+        assert found["stats"] == stats
+        assert found["filters_applied"].items() >= filters.items()
+        assert ("hint" in found) == (not all(rows.values()))
+        assert [*found["markers"].items()] == [(name, {
+            "total_count": len(group), "returned_count": len(group), "truncated": False,
+            "markers": [*map(compact, group)]}) for name, group in rows.items()], filters
+        found = ask(svacer, "get_diff", **place, **filters, group_by=keys, limit=0)
+        assert found["stats"] == stats
+        assert found["filters_applied"].items() >= {**filters, "group_by": keys}.items()
+        for name, group in rows.items():
+            groups = grouped(group, keys)
+            assert [*found["markers"][name].items()] == [
+                ("total_count", len(group)), ("groups_count", len(groups)),
+                ("returned_count", len(groups)), ("truncated", False), ("groups", groups)]
+        size, start = rng.randint(1, 5), rng.randint(0, 4)
+        found = ask(svacer, "get_diff", **place, **filters, limit=size, offset=start)
+        for name, group in rows.items():
+            page, rest = found["markers"][name], group[start:]
+            assert page["total_count"] == len(group)
+            assert page["markers"] == [*map(compact, rest[:size])]
+            assert page.get("next_offset") == (start + size if len(rest) > size else None)
+            assert page["truncated"] == (len(rest) > size)
+
+
+@pytest.mark.parametrize(("args", "level"), [
+    ({}, 0), ({"limit": 3}, 0), ({"fields": ["id"]}, 0), ({"categories": ["new_markers"]}, 0),
+    ({"severity": ["Major"]}, 2), ({"review": ["Undecided"]}, 2), ({"warnClass": ["LEAK"]}, 2),
+    ({"file": ["main.c"]}, 2), ({"exclude_file": ["main.c"]}, 2), ({"search": "p1"}, 2),
+    ({"group_by": ["file"]}, 2), ({"offset": 1}, 2), ({"severity": None, "search": ""}, 0),
+], ids=str)
+def test_what_only_markers_have_raises_the_level_of_a_diff(
+        triage: tuple[FakeSvacer, Svacer], args: dict[str, Any], level: int) -> None:
+    fake, svacer = triage
+    place = {"base_snapshot_id": TRIAGE_LATEST.id}
+    fake.clear()
+    found = ask(svacer, "get_diff", **place, **args)
+    [query] = [entry["query"] for entry in fake.log if entry["path"].endswith("/diff")]
+    assert int(query.get("level", 0)) == level and ("markers" in found) == (level == 2)
+    given = args.keys() & {"severity", "review", "warnClass", "file", "exclude_file", "search"}
+    for low in (0, 1) if level and given else ():
+        error = refusal(svacer, "get_diff", **place, **args, level=low)
+        assert error["code"] == "invalid_argument" and "level" in error["message"]
+        assert any(name in error["message"] for name in given)
+
+
+def test_a_diff_without_filters_stays_as_documented(triage: tuple[FakeSvacer, Svacer]) -> None:
+    found = ask(triage[1], "get_diff", base_snapshot_id=TRIAGE_LATEST.id, level=2)
+    assert [*found] == ["stats", "markers"]
+    wanted = ask(triage[1], "get_diff", base_snapshot_id=TRIAGE_LATEST.id, group_by=["warnClass"],
+                 categories=["new"])
+    assert [*wanted["markers"]] == ["new_markers"]
+
+
+def counted_by(stats: Mapping[str, Any]) -> dict[str, Any]:
+    return {"markers_count": stats["total_warnings"], "by_severity": stats["by_severity"],
+            "by_review_status": stats["by_review_status"]}
+
+
+def stats_of(svacer: Svacer, snapshot_id: str, **place: str) -> dict[str, Any]:
+    return counted_by(ask(svacer, "get_project_stats", **place, snapshot_id=snapshot_id))
+
+
+def test_a_trend_has_the_numbers_of_each_snapshots_statistics() -> None:
+    branch = triage_branch()
+    with FakeSvacer([branch]) as fake:
+        svacer, place = in_process(fake), {"project_id": branch.project_id, "branch_id": branch.id}
+        before: Any = None
+        for _ in range(2):  # people review markers between calls
+            rows = ask(svacer, "get_snapshots", **place, stats=True)
+            for row in rows:
+                assert [*row] == ["snapshot_id", "name", "import_time", "commit_hash",
+                                  "markers_count", "by_severity", "by_review_status", "link"]
+                stats = stats_of(svacer, row["snapshot_id"], **place)
+                assert {key: row[key] for key in stats} == stats
+                for key in ("by_severity", "by_review_status"):
+                    assert [*row[key]] == [*stats[key]]  # the largest first
+            assert [row["name"] for row in rows] == [f"nightly {n}" for n in (5, 4, 3, 2, 1)]
+            assert rows != before
+            before = rows
+            for snapshot in branch.snapshots:
+                snapshot.markers[0]["review"] = {"status": "Unclear", "severity": "Minor"}
+                snapshot.markers[1]["review"] = {"status": "Won't fix", "severity": "Critical"}
+            fake.kept.clear()
+        [state] = ask(svacer, "get_projects", stats=True)
+        latest = state["branches"][0]["latest"]
+        assert [*latest] == ["snapshot_id", "name", "import_time", "markers_count", "by_severity",
+                             "by_review_status"]
+        newest = ask(svacer, "get_snapshots", **place, stats=True, limit=1)[0]
+        assert latest == {key: newest[key] for key in latest}
+        branch.snapshots[2].markers[2]["review"] = {"status": "To do", "severity": "Blocker"}
+        fake.kept.clear()
+        [state] = ask(svacer, "get_projects", stats=True)
+        assert state["branches"][0]["latest"]["by_review_status"]["To do"] >= 1
+        assert "by_severity" not in ask(svacer, "get_snapshots", **place)[0]
+        assert "latest" not in ask(svacer, "get_projects")[0]["branches"][0]
+
+
+def test_statistics_are_shown_of_ten_unless_asked_for_more() -> None:
+    long = synthetic("long", 13, 4)
+    with FakeSvacer([long, *(Branch(f"p{n:02}", [Snapshot("s", [finding(n)])]) for n in range(11)),
+                     Branch("none", [])]) as fake:
+        svacer, place = in_process(fake), {"project_id": "long", "branch_id": "master"}
+        names = [f"long {n}" for n in range(12, -1, -1)]
+        for tool, key, args, every, show in (
+                ("get_snapshots", "snapshots", place, names, lambda row: row["name"]),
+                ("get_projects", "projects", {}, ["long", *(f"p{n:02}" for n in range(11)), "none"],
+                 lambda row: row["project_name"])):
+            first = ask(svacer, tool, **args, stats=True)
+            assert [*first] == ["total_count", "returned_count", "truncated", "next_offset", "hint",
+                                key]
+            assert [first[k] for k in [*first][:4]] == [13, 10, True, 10] and first["hint"]
+            second = ask(svacer, tool, **args, stats=True, offset=first["next_offset"])
+            assert [*map(show, first[key] + second)] == every
+            assert [*map(show, ask(svacer, tool, **args, stats=True, limit=12))] == every[:12]
+            whole = ask(svacer, tool, **args, stats=True, limit=0)
+            assert whole == first[key] + second
+            assert [*map(show, ask(svacer, tool, **args))] == every
+            assert [*map(show, ask(svacer, tool, **args, limit=2, offset=3))] == every[3:5]
+        assert whole[-1]["branches"][0]["latest"] is None  # there is no snapshot
+        assert whole[0]["branches"][0]["latest"]["name"] == "long 12"
+
+
+def test_names_filter_projects_and_their_branches() -> None:
+    branches = [Branch("Alpha", [], name=name) for name in ("master", "dev")] + [
+        Branch("beta", [], name=name) for name in ("alphabet", "x")] + [Branch("gamma", [])]
+    with FakeSvacer(branches) as fake:
+        for name, found in (
+                ("ALPHA", {"Alpha": ["master", "dev"], "beta": ["alphabet"]}),
+                ("master", {"Alpha": ["master"], "gamma": ["master"]}), ("a.b", {}), ("zeta", {})):
+            rows = ask(in_process(fake), "get_projects", name_filter=name)
+            rows = rows if isinstance(rows, list) else rows["projects"]
+            assert {row["project_name"]: [b["branch_name"] for b in row["branches"]]
+                    for row in rows} == found
+
+
+def test_statistics_end_at_a_hundred_branches_and_eight_requests() -> None:
+    branches = [Branch("p", [Snapshot("s", [finding(n)])], name=f"b{n:03}") for n in range(104)]
+    with FakeSvacer(branches) as fake:
+        fake.fault("(markers|snapshots)$", delay=0.02)
+        [found] = ask(in_process(fake), "get_projects", stats=True)
+        known = [branch["latest"] is not None for branch in found["branches"]]
+        assert known == [True] * 100 + [False] * 4
+        assert 1 < fake.peak <= 8
+    with FakeSvacer([synthetic("long", 20, 2)]) as fake:
+        fake.fault("markers$", delay=0.1)
+        rows = ask(in_process(fake), "get_snapshots", project_id="long", branch_id="master",
+                   stats=True, limit=0)
+        assert fake.peak == 8 and all(row["by_severity"] for row in rows)
+
+
+@pytest.mark.parametrize(("fault", "settings"), [
+    ({"status": 500}, {}), ({"body": "[{"}, {}), ({"delay": 30}, {"SVACER_CALL_TIMEOUT": 1}),
+], ids=str)
+def test_what_cannot_be_counted_is_null(fault: dict[str, Any], settings: dict[str, Any]) -> None:
+    branches = [Branch(f"p{n}", [Snapshot(f"s{k}", [finding(k)], f"2022-01-0{k}T00:00:00Z")
+                                 for k in (1, 2, 3)]) for n in range(3)]
+    with FakeSvacer(branches) as fake:
+        svacer = in_process(fake, **settings)
+        fake.fault("markers$", times=1, **fault)
+        rows = ask(svacer, "get_snapshots", project_id="p0", branch_id="master", stats=True)
+        counts = [(row["by_severity"], row["by_review_status"]) for row in rows]
+        assert sorted(counts, key=str) == [(None, None)] + [
+            ({"Unspecified": 1}, {"Undecided": 1})] * 2
+        fake.clear()
+        fake.fault("markers$", times=1, **fault)
+        found = [p["branches"][0]["latest"] for p in ask(svacer, "get_projects", stats=True)]
+        assert [latest["name"] for latest in found if latest] == ["s3", "s3"] and None in found
+
+
+CODE = "".join(f"line {n}\n" for n in range(1, 121))
+NEAR_FILE, FAR_FILE, GONE_FILE = "/.build/here.c", "/.build/lib/there.c", "/.build/gone.c"
+
+
+def places_of(trace: Any) -> Iterator[tuple[str, int]]:
+    if isinstance(trace, dict) and isinstance(trace.get("line"), int) and trace.get("file"):
+        yield trace["file"], trace["line"]
+    for part in trace.values() if isinstance(trace, dict) else trace or ():
+        if isinstance(part, (dict, list)):
+            yield from places_of(part)
+
+
+def evidence(row: Marker, around: int) -> list[dict[str, Any]]:
+    """The lines around a marker and the steps of its trace, found by marking line after line."""
+    places = [(row["file"], row["line"]), *places_of(row.get("traces"))]
+    marked = {(file, n) for file, line in places for n in range(line - around, line + around + 1)
+              if n > 0}
+    found: dict[tuple[str, int], int] = {}
+    for file, line in places:
+        first = last = line
+        while (file, first - 1) in marked:
+            first -= 1
+        while (file, last + 1) in marked:
+            last += 1
+        found.setdefault((file, first), last)
+    lines = CODE.splitlines(keepends=True)
+    return [{"file": file, "start_line": first, "content": None if file == GONE_FILE else
+             "".join(lines[first - 1:last])} for (file, first), last in found.items()]
+
+
+def traced(rng: random.Random) -> Marker:
+    def step(depth: int = 0) -> Any:
+        place = {"file": rng.choice((NEAR_FILE, NEAR_FILE, FAR_FILE, GONE_FILE)),
+                 "line": rng.randint(1, 100)}
+        more = rng.choice(({}, {"locations": [step(depth + 1) for _ in range(2)]},
+                           {"note": {"at": [[step(depth + 1)]]}}, {})) if depth < 2 else {}
+        return rng.choice((place, place, {"msg": "no place"}, {"file": NEAR_FILE, "line": None},
+                           {"line": 3})) | {"msg": "step"} | more
+
+    return marker("TRACED", NEAR_FILE, rng.randint(1, 100), f"m {rng.random()}",
+                  traces=rng.choice(([step() for _ in range(rng.randint(0, 5))], None, step())))
+
+
+def test_the_source_of_a_warning_is_what_its_places_cover() -> None:
+    rng = random.Random(5)
+    rows = [traced(rng) for _ in range(30)]
+    rows += [{**rows[0], "msg": "the same place"}]
+    sources = dict.fromkeys((NEAR_FILE, FAR_FILE), CODE)
+    with FakeSvacer([Branch("p", [Snapshot("s", rows, sources=sources)])]) as fake:
+        svacer = in_process(fake)
+        place = {"project_id": uid("p"), "branch_id": uid("p", "master"),
+                 "snapshot_id": uid("p", "master", 0)}
+        for around in (1, 4, 50):
+            fake.clear()
+            found = ask(svacer, "get_warnings", **place, source_lines=around, limit=0)
+            expected = [evidence(row, around) for row in rows]
+            for warning, source in zip(found["warnings"], expected, strict=True):
+                assert warning["source"] == source
+                assert all([*part] == ["file", "start_line", "content"] for part in source)
+                assert "traces" not in warning
+            assert found["filters_applied"] == {"source_lines": around, "limit": 0}
+            asked = [tuple(sorted(entry["query"].items())) for entry in fake.log
+                     if entry["path"].endswith("preview")]
+            assert len(asked) == len({*asked})
+            assert len(asked) <= len({(part["file"], part["start_line"], str(part["content"]))
+                                      for source in expected for part in source}) * 2
+        shown = ask(svacer, "get_warnings", **place, source_lines=2, traces=True)
+        assert shown["returned_count"] == 8 and shown["next_offset"] == 8
+        assert [w["traces"] for w in shown["warnings"]] == [row["traces"] for row in rows[:8]]
+        few = ask(svacer, "get_warnings", **place, source_lines=2)
+        assert few["returned_count"] == 8
+        plain = ask(svacer, "get_warnings", **place, source_lines=0)
+        assert plain == ask(svacer, "get_warnings", **place)
+        error = refusal(svacer, "get_warnings", **place, source_lines=51)
+        assert (error["code"], error["argument"]) == ("invalid_argument", "source_lines")
+        fake.clear()
+        fake.fault("preview$", delay=0.1)
+        ask(svacer, "get_warnings", **place, source_lines=1)
+        assert fake.peak == 8
+        assert sum(entry["path"].endswith("markers") for entry in fake.log) == 1
+
+
+def test_each_range_of_source_is_asked_for_once() -> None:
+    rows = [marker("A", NEAR_FILE, line, f"m {n}", traces=[{"file": FAR_FILE, "line": 9}])
+            for n, line in enumerate((10, 10, 40, 10))]
+    with FakeSvacer([Branch("p", [Snapshot("s", rows, sources={NEAR_FILE: CODE})])]) as fake:
+        found = ask(in_process(fake), "get_warnings", project_id="p", **MASTER, source_lines=3)
+        assert [[(part["start_line"], part["content"] is None) for part in w["source"]]
+                for w in found["warnings"]] == [
+            [(line - 3, False), (6, True)] for line in (10, 10, 40, 10)]
+        assert sum(entry["path"].endswith("preview") for entry in fake.log) == 3
+
+
+def test_evidence_that_the_caller_did_not_size_stays_under_the_budget() -> None:
+    rows = [marker("A", NEAR_FILE, 50, f"m {n}", traces=[]) for n in range(12)]
+    text = "".join(f"{n} {'щ' * 150}\n" for n in range(1, 200))
+    with FakeSvacer([Branch("p", [Snapshot("s", rows, sources={NEAR_FILE: text})])]) as fake:
+        svacer, place, start, seen = in_process(fake), {"project_id": "p", **MASTER}, 0, []
+        while start is not None:
+            page = ask(svacer, "get_warnings", **place, source_lines=20, offset=start)
+            assert len(dumps(page)) <= 40_000 and page["returned_count"] >= 1
+            seen += [warning["msg"] for warning in page["warnings"]]
+            start = page.get("next_offset")
+        assert seen == [f"m {n}" for n in range(12)]
+
+
+def occurrences(key: str | None) -> dict[str, Any] | None:
+    """In which snapshots a finding is, by its invariant or its id."""
+    if key is None:
+        return None
+    seen = [{"snapshot_id": s.id, "name": s.name, "import_time": s.time}
+            for s in sorted(TRIAGE.snapshots, key=lambda s: s.time)
+            if any(key in (row["invariant"], row["id"]) for row in s.markers)]
+    first, last = (seen[0], seen[-1]) if seen else (None, None)
+    return {"count": len(seen), "of": len(TRIAGE.snapshots), "first": first, "last": last}
+
+
+@pytest.mark.parametrize("tool", ["get_markers", "get_warnings"])
+def test_occurrences_are_what_a_search_through_all_snapshots_finds(
+        triage: tuple[FakeSvacer, Svacer], tool: str) -> None:
+    (fake, svacer), rng = triage, random.Random(8)
+    for n in range(25):
+        snapshot = rng.choice(TRIAGE.snapshots)
+        place = {**TRIAGE_PLACE, "snapshot_id": snapshot.id}
+        filters = some_filters(rng, snapshot.markers, "custom_filter")
+        rows = [row for row in snapshot.markers if fits(row, filters)]
+        fake.clear()
+        found = ask(svacer, tool, **place, **filters, occurrences=True, limit=n % 3 * 10)
+        shown = found[tool.removeprefix("get_")]
+        rows = rows[:n % 3 * 10 or None]
+        assert [row.pop("occurrences") for row in shown] == [
+            occurrences(row["invariant"]) for row in rows]
+        assert shown == [*map(compact, rows)]
+        assert found["filters_applied"]["occurrences"] is True
+        if rows and any(row["invariant"] for row in rows):
+            paths = [name for name, _ in asked(fake) if name != "login"]
+            assert sorted(paths[1:]) == ["markers", "snapshots"]
+
+
+def test_ids_that_found_nothing_tell_when_they_were_last_seen(
+        triage: tuple[FakeSvacer, Svacer]) -> None:
+    fake, svacer = triage
+    now = {row["invariant"] for row in TRIAGE_LATEST.markers}
+    old = sorted({row["invariant"] for s in TRIAGE.snapshots for row in s.markers
+                  if row["invariant"]} - now)[:5]
+    unknown, here = uid("unknown"), TRIAGE_LATEST.markers[3]
+    ids = [old[0], here["id"], unknown, *old[1:], here["invariant"]]
+    plain = ask(svacer, "get_markers", **TRIAGE_NOW, ids=ids)
+    assert plain["missing_ids"] == [old[0], unknown, *old[1:]]
+    assert [*plain][3:5] == ["filters_applied", "missing_ids"]
+    assert plain["total_count"] == sum(
+        row["invariant"] == here["invariant"] for row in TRIAGE_LATEST.markers)
+    fake.clear()
+    found = ask(svacer, "get_markers", **TRIAGE_NOW, ids=ids, occurrences=True)
+    assert len(fake.log) == 3
+    missing = {entry["id"]: entry["occurrences"] for entry in found["missing_ids"]}
+    assert [*missing] == plain["missing_ids"]
+    assert (missing.pop(unknown) or {"count": 0})["count"] == 0
+    assert missing == {key: occurrences(key) for key in old}
+    assert {str(row["occurrences"]) for row in found["markers"]} == {
+        str(occurrences(here["invariant"]))}
+    gone = ask(svacer, "get_warnings", **TRIAGE_NOW, ids=old[:1], occurrences=True)
+    assert gone["total_count"] == 0 and gone["hint"]
+    assert gone["missing_ids"] == [{"id": old[0], "occurrences": occurrences(old[0])}]
+    elsewhere = next(row for row in TRIAGE.snapshots[1].markers if row["invariant"] == old[0] or
+                     row["invariant"] not in now)
+    found = ask(svacer, "get_markers", **TRIAGE_NOW, ids=elsewhere["id"], occurrences=True)
+    [entry] = found["missing_ids"]
+    assert entry["id"] == elsewhere["id"] and entry["occurrences"]["count"] >= 1
+
+
+@pytest.mark.parametrize(("args", "lets_in"), [
+    ({"warnClass": ["LEAK"], "file": ["main.c"]}, {("LEAK", "main.c")}),
+    ({"warnClass": ["LEAK"], "file": ["b[1]"]}, {("LEAK", "/.build/src/a+b[1].c")}),
+    ({"warnClass": ["LEAK"], "file": ["main.c"], "ids": [uid("unknown")]}, {("LEAK", "main.c")}),
+], ids=str)
+def test_the_search_for_occurrences_is_narrowed_to_checkers_and_files(
+        triage: tuple[FakeSvacer, Svacer], args: dict[str, Any], lets_in: set[Any]) -> None:
+    fake, svacer = triage
+    fake.clear()
+    ask(svacer, "get_warnings", **TRIAGE_NOW, **args, occurrences=True, limit=0)
+    [search] = [entry["filters"] for entry in fake.log if entry["path"].endswith("public/markers")
+                and "snapshot" not in entry["filters"]]
+    assert search["project"] == {"id": TRIAGE.project_id}
+    assert search["branch"] == {"id": TRIAGE.id}
+    narrowed = {(checker, file) for checker in CHECKERS for file in PLACES
+                if re.search(search["marker"].get("checker", ""), checker)
+                and re.search(search["marker"].get("file", ""), file)}
+    assert narrowed == lets_in
+
+
+NEARBY = [marker(checker, f"/.build/{file}", 1, "m") for checker, file in itertools.product(
+    ("BUFFER_OVERFLOW", "DEREF_AFTER_NULL.EX", "MEMORY_LEAK", *OTHERS[3:]),
+    ("bashline.c", "lib/sh/tmpfile.c", *(f"src/part{n}.c" for n in range(25))))]
+
+
+@pytest.fixture(scope="module")
+def nearby() -> Iterator[tuple[FakeSvacer, Svacer, dict[str, str]]]:
+    branch = Branch("p", [Snapshot("s", NEARBY, sources={"/.build/src/part1.c": "x\n"})])
+    with FakeSvacer([branch]) as fake:
+        yield fake, in_process(fake), {"project_id": branch.project_id, "branch_id": branch.id,
+                                       "snapshot_id": branch.snapshots[0].id}
+
+
+@pytest.mark.parametrize("tool", ["get_markers", "get_warnings"])
+@pytest.mark.parametrize(("filters", "first"), [
+    ({"warnClass": ["buffer"]}, "BUFFER_OVERFLOW"), ({"warnClass": ["Memory-Leak"]}, "MEMORY_LEAK"),
+    ({"warnClass": ["deref_after_nul"]}, "DEREF_AFTER_NULL.EX"),
+    ({"warnClass": ["use_after_fre"]}, "USE_AFTER_FREE"),
+    ({"file": ["BashLine.c"]}, "/.build/bashline.c"),
+    ({"file": ["sh/tempfile.c"]}, "/.build/lib/sh/tmpfile.c"),
+    ({"file": ["src/tmpfile.c"], "severity": "Unspecified"}, "/.build/lib/sh/tmpfile.c"),
+], ids=str)
+def test_where_nothing_was_found_the_closest_are_named(
+        nearby: tuple[FakeSvacer, Svacer, dict[str, str]], tool: str, filters: dict[str, Any],
+        first: str) -> None:
+    fake, svacer, place = nearby
+    key = "warnClass" if "warnClass" in filters else "file"
+    for more in ({}, {"group_by": ["file"]}):
+        fake.clear()
+        found = ask(svacer, tool, **place, **filters, **more)
+        assert found["total_count"] == 0 and found["hint"]
+        assert first in found["candidates"][:3] and 1 <= len(found["candidates"]) <= 10
+        assert {*found["candidates"]} <= {row[key] for row in NEARBY}
+        assert len({*found["candidates"]}) == len(found["candidates"])
+        assert len([e for e in fake.log if not e["path"].endswith("login")]) == 2
+
+
+@pytest.mark.parametrize("filters", [
+    {"severity": ["Critical"]}, {"search": "no such text"}, {"ids": [uid("none")]},
+    {"warnClass": ["BUFFER_OVERFLOW"]}, {"file": ["bashline.c"]}, {"exclude_file": ["/"]},
+], ids=str)
+def test_only_a_checker_or_file_that_is_not_found_costs_a_request(
+        nearby: tuple[FakeSvacer, Svacer, dict[str, str]], filters: dict[str, Any]) -> None:
+    fake, svacer, place = nearby
+    ask(svacer, "get_projects")
+    fake.clear()
+    found = ask(svacer, "get_markers", **place, **filters)
+    assert "candidates" not in found and len(fake.log) == 1
+    assert ("hint" in found) == (found["total_count"] == 0)
+    assert found["total_count"] or all(name in found["hint"] for name in filters)
+
+
+@pytest.mark.parametrize(("path", "first"), [
+    ("bashline.c", "/.build/bashline.c"), ("/src/BASHLINE.C", "/.build/bashline.c"),
+    ("tmpfile.c", "/.build/lib/sh/tmpfile.c"), ("lib/sh/tmpfile.cc", "/.build/lib/sh/tmpfile.c"),
+])
+def test_a_file_that_is_not_there_leads_to_the_closest(
+        nearby: tuple[FakeSvacer, Svacer, dict[str, str]], path: str, first: str) -> None:
+    fake, svacer, place = nearby
+    error = refusal(svacer, "get_advanced_file_preview", **place, file_path=path)
+    assert (error["code"], error["status"], error["argument"]) == ("not_found", 404, "file_path")
+    assert error["candidates"][0] == first and len(error["candidates"]) <= 20
+    assert {*error["candidates"]} <= {row["file"] for row in NEARBY}
+    fake.clear()
+    error = refusal(svacer, "get_advanced_file_preview", file_path=path,
+                    snapshot_id=place["snapshot_id"])
+    assert error["code"] == "not_found" and "candidates" not in error and len(fake.log) == 1
+    shown = ask(svacer, "get_advanced_file_preview", **place, file_path="/.build/src/part1.c")
+    assert shown["content"] == "x\n" and len(fake.log) == 2
+
+
+@pytest.mark.parametrize(("tool", "argument", "given", "meant"), [
+    ("get_markers", "severity", "crit", ["Critical"]),
+    ("get_markers", "severity", ["MA", "mi"], ["Major", "Minor"]),
+    ("get_markers", "severity", "m", ["Major", "Minor"][:0]),
+    ("get_markers", "review", "false", ["False Positive"]),
+    ("get_markers", "review", "won", ["Won't fix"]),
+    ("get_warnings", "review", "und, unc", ["Undecided", "Unclear"]),
+    ("get_warnings", "review", "un", []), ("get_warnings", "review", ["Confirmed", "u"], []),
+    ("get_markers", "group_by", "sev,warn", ["severity", "warnClass"]),
+    ("get_markers", "group_by", "f", []), ("get_markers", "group_by", "line", []),
+    ("get_diff", "categories", "new", ["new_markers"]),
+    ("get_diff", "categories", ["mis", "mat"], ["missing_markers", "matched_markers"]),
+    ("get_diff", "categories", "m", []), ("get_diff", "categories", "markers", []),
+], ids=str)
+def test_the_beginning_of_a_value_will_do_when_it_is_of_one(
+        triage: tuple[FakeSvacer, Svacer], tool: str, argument: str, given: Any,
+        meant: list[str]) -> None:
+    place = TRIAGE_NOW if tool != "get_diff" else {"base_snapshot_id": TRIAGE_LATEST.id, "level": 2}
+    if meant:
+        found = ask(triage[1], tool, **place, **{argument: given})
+        assert found == ask(triage[1], tool, **place, **{argument: meant})
+        assert found.get("filters_applied", {argument: meant})[argument] == meant
+        return
+    error = refusal(triage[1], tool, **place, **{argument: given})
+    assert (error["code"], error["argument"]) == ("invalid_argument", argument)
+    assert error["allowed"] == [*{**ALLOWED, "group_by": KEY_OF}[argument]]
+
+
+@pytest.mark.parametrize(("odd", "plain"), [
+    ({"group_by": "file, warnClass"}, {"group_by": ["file", "warnClass"]}),
+    ({"group_by": '["file"]'}, {"group_by": ["file"]}), ({"group_by": None}, {}),
+    ({"exclude_file": "a,b"}, {"exclude_file": ["a,b"]}), ({"exclude_file": ""}, {}),
+    ({"exclude_file": '["tests/", "net/"]'}, {"exclude_file": ["tests/", "net/"]}),
+    ({"search": "p1, p2"}, {"search": "p1, p2"}), ({"search": ""}, {}),
+    ({"search": "P1."}, {"search": "p1."}), ({"occurrences": "false"}, {}),
+    ({"occurrences": "true", "limit": "3"}, {"occurrences": True, "limit": 3}),
+], ids=str)
+def test_odd_spellings_of_the_new_arguments(
+        triage: tuple[FakeSvacer, Svacer], odd: dict[str, Any], plain: dict[str, Any]) -> None:
+    found, expected = (ask(triage[1], "get_markers", **TRIAGE_NOW, **args) for args in (odd, plain))
+    for result in (found, expected):
+        for name in ("search", "occurrences"):
+            result["filters_applied"].pop(name, None)
+    assert found == expected
+
+
+PROMPTS = {  # arguments, * = required
+    "triage": "project* branch", "review_changes": "project* branch",
+    "explain_finding": "marker* project* branch", "false_positives": "project* branch",
+    "trend": "project* branch",
+}
+GIVEN = {"project": "bash", "branch": "master", "marker": CRITICAL}
+
+
+def arguments_of(prompt: str) -> dict[str, str]:
+    return {name.rstrip("*"): GIVEN[name.rstrip("*")] for name in PROMPTS[prompt].split()}
+
+
+def spoken(fake: FakeSvacer, transport: str, **settings: object) -> Any:
+    """A context of a function that sends a request and returns the answer as bytes and decoded.
+
+    At its end the server has to have written no traceback.
+    """
+    @contextmanager
+    def over() -> Iterator[Callable[..., Any]]:
+        if transport == "stdio":
+            with StdioServer(fake, **settings) as pipe:
+                pipe.initialize()
+                yield lambda method, **params: pipe.answer(pipe.ask(method, **params))
+                log = pipe.stderr()
+        else:
+            with HttpServer(fake, **settings) as server:
+                def send(method: str, **params: Any) -> Any:
+                    sent = dumps({"jsonrpc": "2.0", "id": 1, "method": method, "params": params})
+                    _, _, body = server.request("POST", body=sent, token=TOKEN)
+                    found = re.search(rb"^(?:data: )?(\{.*)", body, re.MULTILINE)
+                    return json.loads(found[1])
+
+                yield send
+            log = server.stderr.decode()
+        assert "Traceback" not in log and "Error:" not in log, log
+
+    return over()
+
+
+@pytest.fixture(scope="module", params=["stdio", "http"])
+def session(request: pytest.FixtureRequest) -> Iterator[tuple[FakeSvacer, Callable[..., Any]]]:
+    many = [Branch(f"service-{n}", [], name=name) for n in range(150) for name in ("dev", "main")]
+    with FakeSvacer([*demo(), *many]) as fake, spoken(fake, request.param) as send:
+        yield fake, send
+
+
+@pytest.fixture
+def talk(session: tuple[FakeSvacer, Callable[..., Any]]) -> Iterator[Callable[..., Any]]:
+    session[0].clear()
+    yield session[1]
+    session[0].clear()
+
+
+def test_the_prompts_are_listed_and_small(
+        session: tuple[FakeSvacer, Callable[..., Any]], talk: Callable[..., Any]) -> None:
+    answer = talk("prompts/list")
+    assert len(dumps(answer)) < 2500
+    prompts = answer["result"]["prompts"]
+    assert {prompt["name"]: " ".join(a["name"] + "*" * bool(a.get("required"))
+                                     for a in prompt["arguments"]) for prompt in prompts} == PROMPTS
+    assert all(prompt["description"] for prompt in prompts)
+    assert session[0].log == []
+
+
+RESULT_WORDS = re.compile("|".join((
+    "total_count", "returned_count", "groups_count", "filters_applied", "next_offset",
+    "missing_ids", "by_severity", "by_review_status", "by_checker", "markers_count",
+    "total_warnings", "commit_hash", "import_time", "start_line")))
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_prompt_is_one_message_that_names_calls_which_exist(
+        talk: Callable[..., Any], prompt: str) -> None:
+    takes = {name: {p.name for p in (*tool.required, *tool.optional)}
+             for name, tool in svacer_mcp.TOOLS.items()}
+    known = {*takes, *svacer_mcp.CATEGORIES, *PROMPTS}.union(*takes.values())
+    for branch in ({}, {"branch": "master"}):
+        args = {k: v for k, v in arguments_of(prompt).items() if k != "branch"} | branch
+        result = talk("prompts/get", name=prompt, arguments=args)["result"]
+        [message] = result["messages"]
+        assert (message["role"], message["content"]["type"]) == ("user", "text")
+        text = message["content"]["text"]
+        assert all(value in text for value in args.values())
+        assert "None" not in text and "null" not in text
+        called = re.split(r"\b(get_\w+)", text)[1:]
+        assert called and {*called[::2]} <= {*takes}
+        for tool, rest in zip(called[::2], called[1::2], strict=True):
+            names = {*re.findall(r'\b(\w+)\s*=(?!=)|"(\w+)"\s*:', rest)}
+            assert {a or b for a, b in names} <= takes[tool], tool
+        odd = {word for word in re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", text) if word not in known}
+        assert {word for word in odd if not RESULT_WORDS.fullmatch(word)} == set()
+
+
+def test_prompts_that_are_not_there_are_refused(talk: Callable[..., Any]) -> None:
+    for name in ("destroy", "", "get_markers", "x" * 5000):
+        error = talk("prompts/get", name=name, arguments={})["error"]
+        assert error["code"] == -32602 and len(error["message"]) < 1000
+    for args in ({}, {"branch": "master"}):
+        error = talk("prompts/get", name="triage", arguments=args)["error"]
+        assert error["code"] == -32602 and "project" in error["message"]
+
+
+@pytest.mark.parametrize(("missing", "transport"), [
+    ("get_diff", "stdio"), ("get_warnings", "http"), ("get_project_stats", "stdio")])
+def test_a_prompt_is_offered_only_when_its_tools_are(
+        session: tuple[FakeSvacer, Callable[..., Any]], talk: Callable[..., Any], missing: str,
+        transport: str) -> None:
+    named = {prompt: str(talk("prompts/get", name=prompt, arguments=arguments_of(prompt)))
+             for prompt in PROMPTS}
+    rest = [tool for tool in svacer_mcp.TOOL_NAMES if tool != missing]
+    with spoken(session[0], transport, SVACER_TOOLS=",".join(rest)) as send:
+        offered = [prompt["name"] for prompt in send("prompts/list")["result"]["prompts"]]
+        assert offered == [name for name, text in named.items() if missing not in text]
+        for prompt in PROMPTS:
+            answer = send("prompts/get", name=prompt, arguments=arguments_of(prompt))
+            assert answer.get("error", {}).get("code") == (None if prompt in offered else -32602)
+
+
+@pytest.mark.parametrize(("argument", "value", "context", "first", "count"), [
+    ("project", "", {}, None, 100), ("project", "bas", {}, "bash", None),
+    ("project", "PAHO", {}, "paho.mqtt.c", None),
+    ("project", "service-149", {}, "service-149", None),
+    ("branch", "", {"project": "bash"}, "master", 1),
+    ("branch", "mai", {"project": "service-7"}, "main", None),
+    ("branch", "", {"project": uid("service-7")}, None, 2),
+    ("branch", "", {"project": "nowhere"}, None, 0),
+    ("marker", "x", {"project": "bash"}, None, 0), ("other", "x", {}, None, 0),
+], ids=str)
+def test_names_are_completed(talk: Callable[..., Any], argument: str, value: str,
+                             context: dict[str, str], first: str | None, count: int | None) -> None:
+    found = talk("completion/complete", ref={"type": "ref/prompt", "name": "explain_finding"},
+                 argument={"name": argument, "value": value}, context={"arguments": context})
+    values = found["result"]["completion"]["values"]
+    assert len(values) <= 100 and len({*values}) == len(values)
+    assert count in (None, len(values)) and (first is None or values[0] == first)
+
+
+def test_nothing_is_completed_when_svacer_does_not_answer(
+        session: tuple[FakeSvacer, Callable[..., Any]], talk: Callable[..., Any]) -> None:
+    with FakeSvacer() as fake, spoken(fake, "stdio") as send:
+        assert {"prompts", "completions"} <= send(
+            "initialize", protocolVersion="2025-06-18", capabilities={},
+            clientInfo={"name": "t", "version": "1"})["result"]["capabilities"].keys()
+        fake.fault("", status=500)
+        for ref in ("triage", "nowhere"):
+            found = send("completion/complete", ref={"type": "ref/prompt", "name": ref},
+                         argument={"name": "project", "value": "b"})
+            assert found.get("result", {"completion": {"values": []}})["completion"]["values"] == []
+
+
+@pytest.mark.parametrize(("project", "branch"), [
+    ("bash", "master"), (BASH, BASH_MASTER), (LINK, LINK), ("BASH", "Master")])
+def test_the_project_and_branch_of_the_settings_are_used(
+        fake: FakeSvacer, project: str, branch: str) -> None:
+    svacer = in_process(fake, SVACER_PROJECT=project, SVACER_BRANCH=branch)
+    plain = in_process(fake)
+    place = {"project_id": BASH, "branch_id": BASH_MASTER}
+    for tool, args in (("get_snapshots", {}), ("get_project_stats", {"snapshot_id": "latest"}),
+                       ("get_markers", {"snapshot_id": "latest", "limit": 2}),
+                       ("get_warnings", {"snapshot_id": "previous", "limit": 2}),
+                       ("get_diff", {"base_snapshot_id": "previous", "head_snapshot_id": "latest"}),
+                       ("get_advanced_file_preview", {"snapshot_id": "latest", "after": 1,
+                                                      "file_path": EXECUTE_CMD})):
+        assert ask(svacer, tool, **args) == ask(plain, tool, **place, **args)
+        other = {"project_id": "paho.mqtt.c", "branch_id": "master"}
+        if "file_path" not in args:
+            assert ask(svacer, tool, **other, **args) == ask(plain, tool, **other, **args)
+    one = in_process(fake, SVACER_PROJECT=project)
+    assert ask(one, "get_snapshots", branch_id="master") == ask(plain, "get_snapshots", **place)
+    error = refusal(one, "get_snapshots")
+    assert (error["code"], error["argument"]) == ("invalid_argument", "branch_id")
+
+
+def test_a_project_of_the_settings_that_is_not_there_is_told(fake: FakeSvacer) -> None:
+    svacer = in_process(fake, SVACER_PROJECT="bsh", SVACER_BRANCH="master")
+    assert fake.log == []
+    error = refusal(svacer, "get_snapshots")
+    assert error["code"] == "not_found" and "bsh" in error["message"]
+    assert error["candidates"][0]["name"] == "bash"
+    assert ask(svacer, "get_snapshots", project_id="bash")
+
+
+WHERE = "project_id* branch_id* snapshot_id*"
+LISTS = ("severity review warnClass file traces checker_info review_history comment_history "
+         "custom_filter limit fields ids offset exclude_file search group_by occurrences")
+TAKES = {  # * = required
+    "get_projects": "name_filter limit offset stats",
+    "get_snapshots": "project_id* branch_id* name_filter limit offset stats",
+    "get_project_stats": WHERE,
+    "get_markers": f"{WHERE} {LISTS}",
+    "get_warnings": f"{WHERE} {LISTS} source_lines",
+    "get_diff": "base_snapshot_id* head_snapshot_id level checker_info limit fields categories "
+                "severity review warnClass file exclude_file search group_by offset project_id "
+                "branch_id",
+    "get_advanced_file_preview": "snapshot_id* file_path* line before after project_id branch_id",
+    "get_project_groups": "name_or_id*",
+}
+KINDS = {name: kind for kind, names in {  # of the parameters that are no strings
+    "array": "severity review warnClass file exclude_file fields ids group_by categories",
+    "boolean": "traces checker_info review_history comment_history occurrences stats",
+    "integer": "limit offset level line before after source_lines"}.items()
+    for name in names.split()}
+ENUMS = {"severity": svacer_mcp.SEVERITIES, "review": svacer_mcp.STATUSES,
+         "categories": svacer_mcp.CATEGORIES}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("settings", "known"), [
+    ({}, set()), ({"SVACER_PROJECT": "bash"}, {"project_id"}),
+    ({"SVACER_PROJECT": "bash", "SVACER_BRANCH": "master"}, {"project_id", "branch_id"})], ids=str)
+async def test_the_schemas_are_flat_and_small_and_require_what_is_not_known(
+        fake: FakeSvacer, settings: dict[str, str], known: set[str]) -> None:
+    hello, answer = await raw_session(environment(fake, **settings),
+                                      {"id": 1, "method": "tools/list"})
+    assert len(answer) < 10_000
+    assert len(json.loads(hello)["result"]["instructions"].split()) < 150
+    tools = json.loads(answer)["result"]["tools"]
+    assert [tool["name"] for tool in tools] == [*TAKES] and fake.log == []
+    for tool in tools:
+        schema = tool["inputSchema"]
+        assert schema["type"] == "object" and schema.keys() <= {"type", "properties", "required"}
+        assert {*schema["properties"]} == {*TAKES[tool["name"]].replace("*", "").split()}
+        assert {*schema.get("required", ())} == {
+            name[:-1] for name in TAKES[tool["name"]].split() if name.endswith("*")} - known
+        for name, about in schema["properties"].items():
+            assert about["type"] == KINDS.get(name, "string")
+            listed = {"enum": [*ENUMS[name]]} if name in ENUMS else {}
+            if about["type"] == "array":
+                assert about["items"].items() >= {"type": "string", **listed}.items()
+            assert about.keys() - {"enum", "minimum", "maximum", "default"} == {
+                "type", "description", *(["items"] if about["type"] == "array" else [])}
+            assert "default" not in about or name not in ("limit", "after")
+            assert 0 < len(about["description"]) < 120
+            assert name in schema.get("required", ()) or "Default" in about["description"]
+    assert not re.search(rb'anyOf|oneOf|allOf|\$ref|null|"title":"[A-Z]\w*","type"', answer)
 
 
 # ---- Settings and the command line ---------------------------------------------------------------
@@ -2378,6 +3334,40 @@ def test_secrets_come_from_files(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes("\ufeffпароль $1 \r\n".encode())
     settings = settings_from(SVACER_PASSWORD_FILE=str(tmp_path / "a"))
     assert settings.password == "пароль $1 "
+
+
+def test_a_secret_is_read_again_when_its_file_changes(tmp_path: Path) -> None:
+    path, other = tmp_path / "secret", tmp_path / "other"
+    path.write_text("first")
+    settings = settings_from(SVACER_PASSWORD_FILE=str(path), SVACER_MCP_TOKEN="fixed")
+    for change, now in (
+            (lambda: path.write_text("second\n"), "second"),
+            (lambda: path.write_text(""), "second"),
+            (path.unlink, "second"), (path.mkdir, "second"), (path.rmdir, "second"),
+            (lambda: os.mkfifo(path), "second"), (path.unlink, "second"),
+            (lambda: path.write_text("third!"), "third!"),
+            (lambda: (other.write_text("4th..!"), other.replace(path)), "4th..!")):
+        change()
+        if path.is_file():  # another file of the same age and size is another file
+            os.utime(path, (1, 1))
+        assert (settings.current("password"), settings.current("mcp_token")) == (now, "fixed")
+
+
+def test_an_env_file_that_is_no_file_is_not_waited_for(fake: FakeSvacer, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".env")
+    (tmp_path / "folder" / ".env").mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "folder"):
+        base = {"cwd": folder, "capture_output": True, "text": True, "timeout": 60}
+        call = [sys.executable, SERVER, "--call", "get_projects"]
+        assert subprocess.run(call, env=environment(fake), **base).returncode == 0
+        done = subprocess.run([*call, "--env-file", ".env"], env=environment(fake), **base)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert re.fullmatch("svacer_mcp: --env-file names .env, which .*\n", done.stderr)
+
+
+def test_a_variable_that_is_no_setting_is_told(fake: FakeSvacer) -> None:
+    status, _, err = command(fake, "--call", "get_projects", SVACER_PASWORD="canary")
+    assert status == 0 and "SVACER_PASWORD is not a setting" in err and "canary" not in err
 
 
 @pytest.mark.anyio
@@ -2537,9 +3527,8 @@ def test_version_and_help_need_neither_settings_nor_svacer() -> None:
     assert status == 0
     documented = re.findall(r"^#? ?(\w+)=", SERVER.with_name(".env.example").read_text("utf-8"),
                             re.MULTILINE)
-    assert {*documented} == {
-        *svacer_mcp.VARIABLES, "SVACER_PASSWORD_FILE", "SVACER_MCP_TOKEN_FILE", "MCP_PORT"}
-    assert all(name in out for name in documented)
+    assert {*documented} == {*svacer_mcp.VARIABLES, "MCP_PORT"}
+    assert re.findall("^  ([A-Z_]+) ", out, re.MULTILINE) == [*svacer_mcp.VARIABLES, "MCP_PORT"]
     assert max(map(len, out.splitlines())) <= 80 and "exit status" in out
     readme = SERVER.with_name("README.md").read_text("utf-8")
     assert all(f"`{name}`" in readme for name in documented)
@@ -2901,6 +3890,110 @@ def test_a_password_that_changes_meanwhile_is_tried_once(
     assert asked(faulty)[2:] == [("projects", 401), ("login", 401)]
 
 
+def test_a_password_that_was_corrected_is_tried_at_once(
+        faulty: FakeSvacer, monkeypatch: Patch) -> None:
+    password = "canary-wrong"
+    monkeypatch.setattr(svacer_mcp.Settings, "current", lambda *_: password)
+    svacer = in_process(faulty)
+    for _ in range(2):
+        assert facts(refusal(svacer, "get_projects")) == ("unauthorized", False, 401)
+    password = "admin"
+    assert works(svacer) and works(svacer)
+    assert asked(faulty) == [("login", 401), ("login", 200), *[("projects", 200)] * 2]
+    faulty.fault("projects$", status=400, json={"message": "It was canary-wrong!"})
+    assert "It was ***!" in refusal(svacer, "get_projects")["message"]
+
+
+def test_the_jwt_of_another_call_is_a_secret_too(
+        faulty: FakeSvacer, hasty: Svacer, monkeypatch: Patch) -> None:
+    tokens = (f"canary.{number}.x" for number in itertools.count())
+    monkeypatch.setattr(faulty.api, "make_token", lambda expires: next(tokens))
+    for _ in range(3):
+        assert works(hasty)
+        faulty.revoke()
+    said = "not canary.0.x, but canary.1.x or canary.3.x"
+    faulty.fault("projects$", status=400, json={"message": said})
+    ask(hasty, "get_project_groups", **ASKED["get_project_groups"])
+    assert "'not ***, but *** or ***'" in refusal(hasty, "get_projects")["message"]
+
+
+@pytest.mark.parametrize(("fault", "code"), [
+    ({"delay": 60}, "timeout"), ({"delay": 0.3, "status": 500}, "unavailable"),
+    ({"delay": 0.3, "status": 401}, "unauthorized"), ({"delay": 0.3, "body": "[]"}, "bad_response"),
+    ({"delay": 0.3, "refuse": True}, "unavailable")], ids=str)
+def test_calls_that_wait_for_a_login_share_its_failure(
+        faulty: FakeSvacer, fault: dict[str, Any], code: str) -> None:
+    svacer = in_process(faulty, SVACER_TIMEOUT=0.5)
+    faulty.fault("login$", **fault)
+    began = time.monotonic()
+    with ThreadPoolExecutor(8) as pool:
+        errors = pool.map(lambda tool: refusal(svacer, tool, **ASKED[tool]), ASKED)
+        assert [error["code"] for error in errors] == [code] * 8
+    assert time.monotonic() - began < 1
+    assert [path for path, _ in asked(faulty)] == ["login"]
+    faulty.clear()
+    assert code == "unauthorized" or works(svacer)
+
+
+def started(svacer: Svacer, seconds: float = 30) -> tuple[svacer_mcp.Call, Any]:
+    """A call of get_projects in a thread: the call, and a function that waits for its answer and
+    gives the seconds that it took, and whether it failed."""
+    call, began = svacer_mcp.Call(svacer), time.monotonic()
+    call.ends = began + seconds
+
+    def run() -> tuple[float, bool]:
+        failed = svacer_mcp.answer(call, "get_projects", {})[1]
+        return time.monotonic() - began, failed
+
+    pool = ThreadPoolExecutor(1)
+    return call, pool.submit(run).result
+
+
+def test_who_waits_for_a_login_does_so_no_longer_than_its_own_time(faulty: FakeSvacer) -> None:
+    svacer, hold = in_process(faulty), threading.Semaphore(0)
+    faulty.fault("login$", hold=hold)
+    owner = started(svacer)[1]
+    until(lambda: faulty.running)
+    waiters = {seconds: started(svacer, seconds)[1] for seconds in (0.2, 0.6, 30)}
+    aborted, gone = started(svacer)
+    threading.Timer(0.4, aborted.abort).start()
+    for seconds, answer in ((0.2, waiters[0.2]), (0.4, gone), (0.6, waiters[0.6])):
+        took, failed = answer()
+        assert failed and seconds <= took < seconds + 0.3
+    hold.release()
+    assert (owner()[1], waiters[30]()[1]) == (False, False)
+    assert asked(faulty).count(("login", 200)) == 1
+
+
+@pytest.mark.parametrize("where", ["name", "handshake", "answer"])
+def test_a_login_that_is_broken_off_holds_up_nobody(
+        tmp_path: Path, monkeypatch: Patch, where: str) -> None:
+    """The next of the calls that wait for it logs in at once, wherever the first one is stuck."""
+    stuck, go_on = threading.Event(), threading.Event()
+
+    def once(work: Callable[..., Any]) -> Callable[..., Any]:
+        def held(*args: Any, **options: Any) -> Any:
+            if not stuck.is_set():
+                stuck.set()
+                go_on.wait(20)
+            return work(*args, **options)
+
+        return held
+
+    with FakeSvacer(ssl_context=certified(tmp_path, "127.0.0.1")) as fake:
+        svacer = in_process(fake, SVACER_CA_FILE=tmp_path / "ca.pem")
+        owner, place = {"name": (socket, "getaddrinfo"), "handshake": (Handler, "setup"),
+                        "answer": (Handler, "do_POST")}[where]
+        monkeypatch.setattr(owner, place, once(getattr(owner, place)))
+        first, answer = started(svacer)
+        assert stuck.wait(5)
+        waiters = [started(svacer)[1] for _ in range(5)]
+        first.abort()
+        assert all(took < 2 and not failed for took, failed in (wait() for wait in waiters))
+        go_on.set()
+        assert answer()[1] and sum(path == "login" for path, _ in asked(fake)) <= 2
+
+
 @pytest.mark.parametrize("token", [
     jwt(sub="admin"), jwt(exp="soon"), jwt(exp=None), jwt(exp=[1]), jwt(exp=1), jwt(exp=10**400),
     jwt(exp=True), jwt(exp="9"), "opaque", "..", "a.b.c", "a.W10.c", "a.bnVsbA.c", "-._~+/="])
@@ -2922,6 +4015,13 @@ def test_a_token_is_renewed_shortly_before_it_ends(
     for passed, logins in ((0, 1), (early, 1), (late, 2)):
         clock(passed)
         assert works(hasty) and asked(faulty).count(("login", 200)) == logins
+
+
+def test_the_ldap_server_is_named_at_login() -> None:
+    with FakeSvacer() as fake:
+        fake.api.ldap = "corp"
+        assert works(in_process(fake, SVACER_AUTH_TYPE="LDAP", SVACER_LDAP_SERVER="corp"))
+        assert refusal(in_process(fake), "get_projects")["code"] == "unauthorized"
 
 
 # ---- Redirects, proxies, TLS ---------------------------------------------------------------------
@@ -3030,31 +4130,33 @@ def tunnel(monkeypatch: Patch) -> Iterator[Callable[..., list[bytes]]]:
         yield start
 
 
-def certified(folder: Path, host: str, first: float = -1, last: float = 1) -> ssl.SSLContext:
+def certified(folder: Path, host: str, first: float = -1, last: float = 1,
+              authority: str = "An authority") -> ssl.SSLContext:
     """TLS for a server with a certificate for `host`, valid from the first to the last day from
-    now on; the authority that signed it is in the file ca.pem."""
+    now on; what signed it is in the file ca.pem, and says that `authority` signed it."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    authority, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    signer, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     kinds = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
 
-    def signed(subject: str, public: Any, extension: Any, first: float, last: float) -> bytes:
+    def signed(subject: str, public: Any, extension: Any, first: float, last: float,
+               by: str = "An authority") -> bytes:
         issuer, name = (x509.Name([x509.NameAttribute(x509.OID_COMMON_NAME, text)])
-                        for text in ("An authority", subject))
+                        for text in (by, subject))
         now = datetime.now(timezone.utc)
         return x509.CertificateBuilder(
             issuer, name, public, x509.random_serial_number(), now + timedelta(first),
             now + timedelta(last), [x509.Extension(extension.oid, True, extension)],
-        ).sign(authority, hashes.SHA256()).public_bytes(kinds[0])
+        ).sign(signer, hashes.SHA256()).public_bytes(kinds[0])
 
     try:
         name: Any = x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         name = x509.DNSName(host)
     (folder / "ca.pem").write_bytes(signed(
-        "An authority", authority.public_key(), x509.BasicConstraints(True, None), -9, 9))
+        "An authority", signer.public_key(), x509.BasicConstraints(True, None), -9, 9, authority))
     (folder / "server.pem").write_bytes(
         signed(host, key.public_key(), x509.SubjectAlternativeName([name]), first, last)
         + key.private_bytes(*kinds, serialization.NoEncryption()))
@@ -3076,6 +4178,21 @@ def test_a_certificate_that_does_not_verify_is_told(
         assert facts(error) == ("unavailable", False, None)
         assert said in error["message"] and fake.url[8:] in error["message"]
         assert ("SVACER_CA_FILE" in error["try"]) is not trusted and fake.log == []
+
+
+def test_an_intermediate_authority_will_do(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Its certificate is not signed by itself, and has no extensions that a strict check wants."""
+    create = ssl.create_default_context
+
+    def as_in_313() -> ssl.SSLContext:
+        context = create()
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        return context
+
+    monkeypatch.setattr(ssl, "create_default_context", as_in_313)
+    tls = certified(tmp_path, "127.0.0.1", authority="A root that nobody has")
+    with FakeSvacer(ssl_context=tls) as fake:
+        assert works(in_process(fake, SVACER_CA_FILE=tmp_path / "ca.pem"))
 
 
 def test_a_redirect_between_https_and_http_is_refused(
@@ -3144,11 +4261,12 @@ class StdioServer:
 
     def __init__(self, fake: FakeSvacer, **settings: object):
         self.env, self.rest = environment(fake, **settings), b""
+        self.log: Any = None
         self.answers: dict[Any, dict[str, Any]] = {}  # by id
         self.ids = itertools.count(1)
 
     def __enter__(self) -> StdioServer:
-        self.log = tempfile.TemporaryFile()
+        self.log = self.log or tempfile.TemporaryFile()
         self.process = subprocess.Popen(
             [sys.executable, str(SERVER)], env=self.env, bufsize=0, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=self.log)
@@ -3260,6 +4378,186 @@ def test_an_odd_line_does_no_harm(
     assert server.answer(server.ask("ping"))["result"] == {} and server.works()
 
 
+SET_OF_TOOLS = b'{"method":"tools/call","params":{"name":"get_projects","arguments":%b},%b}'
+END = b'"jsonrpc":"2.0","id":"odd"'
+REFUSED_LINES = {  # line: code and id of the answer
+    "surrogate in a name": (SET_OF_TOOLS % (b'{"\\ud800":1}', END), -32700, "odd"),
+    "surrogate in a value": (SET_OF_TOOLS % (b'{"stats":"\\udfff"}', END), -32700, "odd"),
+    "surrogate in a method": (b'{%b,"method":"\\ud800"}' % END, -32700, "odd"),
+    "surrogate in an id": (b'{"jsonrpc":"2.0","id":"\\ud800","method":"ping"}', -32700, "\ud800"),
+    "5000 digits": (SET_OF_TOOLS % (b'{"limit":%b}' % (b"1" * 5000), END), -32700, "odd"),
+    "5000 digits of an id": (b'{"jsonrpc":"2.0","id":%b,"method":"ping"}' % (b"1" * 5000), -32700,
+                             None),
+    "5000 deep": (SET_OF_TOOLS % (b'{"id":' * 5000 + b"1" + b"}" * 5000, END), -32700, "odd"),
+    "deep without end": (b'{%b,"params":' % END + b"[{" * 100_000, -32700, "odd"),
+    "not UTF-8": (SET_OF_TOOLS % (b'{"name_filter":"\xff"}', END), -32700, "odd"),
+    "cut": (b'{%b,"method":"tools/ca' % END, -32700, "odd"),
+    "an id inside": (b'{"jsonrpc":"2.0","params":{"id":"odd"},"text":"\\"id\\":1"', -32700, None),
+    "garbage": (b"GET / HTTP/1.1", -32700, None), "NUL": (b"\0" * 100, -32700, None),
+    "5 MB": (BIG, -32700, None), "quotes": (b'"\\' * 99_999, -32700, None),
+    "text": (b'"text"', -32600, None), "null": (b"null", -32600, None),
+    "batch": (b"[%b]" % PING % b"", -32600, None), "object": (b"{}", -32600, None),
+    "version": (b'{"jsonrpc":"1.0","id":"odd","method":"ping"}', -32600, "odd"),
+    "no method": (b"{%b}" % END, -32600, "odd"), "params": (PING % b',"params":[1]', -32600, "odd"),
+    "no params": (PING % b',"params":[]', -32600, "odd"),
+    "id is a list": (b'{"jsonrpc":"2.0","id":[1],"method":"ping"}', -32600, None),
+    "id is null": (b'{"jsonrpc":"2.0","id":null,"method":"ping"}', -32600, None),
+    "id is true": (b'{"jsonrpc":"2.0","id":true,"method":"ping"}', -32600, None),
+    "id is a fraction": (b'{"jsonrpc":"2.0","id":1.5,"method":"ping"}', -32600, None),
+}
+
+
+@pytest.mark.parametrize(("line", "code", "number"), REFUSED_LINES.values(), ids=REFUSED_LINES)
+def test_a_line_that_is_no_message_is_answered(
+        stdio: tuple[FakeSvacer, StdioServer], line: bytes, code: int, number: Any) -> None:
+    _, server = stdio
+    server.answers.clear()
+    server.send(line)
+    assert server.answer(number)["error"]["code"] == code
+    assert server.works() and len(server.answers) == 2
+
+
+@pytest.mark.parametrize("line", [
+    b"", b" \t\r", b'{"jsonrpc":"2.0","id":9,"result":{}}', ODD_LINES["stray error"],
+    ODD_LINES["unknown notification"], ODD_LINES["cancels nothing"],
+    b'{"jsonrpc":"2.0","method":"notifications/cancelled","params":{"requestId":[]}}',
+], ids=range(7))
+def test_what_asks_for_nothing_gets_no_answer(
+        stdio: tuple[FakeSvacer, StdioServer], line: bytes) -> None:
+    _, server = stdio
+    server.answers.clear()
+    server.send(line)
+    assert server.works() and len(server.answers) == 1
+
+
+def test_a_byte_order_mark_is_skipped(faulty: FakeSvacer) -> None:
+    with StdioServer(faulty) as server:
+        server.stdin.write(codecs.BOM_UTF8)
+        assert server.initialize().works() and "result" in server.answers[1]
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&-", "2>&-", "<&- >&- 2>&-"])
+def test_without_stdin_or_stdout_it_says_so(faulty: FakeSvacer, closed: str) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" "$1" {closed}', sys.executable, str(SERVER)], text=True, timeout=60,
+        env=environment(faulty, SVACER_PASWORD="x"), capture_output=True, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stdout) == (0 if closed == "2>&-" else 2, "")
+    said = "svacer_mcp: .* not a setting.*\n(svacer_mcp: stdin and stdout .*\n)"
+    assert re.fullmatch(said, done.stderr) if "2" not in closed else done.stderr == ""
+
+
+def test_a_log_that_nobody_reads_holds_up_nothing(faulty: FakeSvacer) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):  # the pipe is full before the server starts
+        while os.write(writer, b"x" * 4096):
+            pass
+    os.set_blocking(writer, True)
+    with open(reader, "rb"), open(writer, "wb") as log:
+        server = StdioServer(faulty, SVACER_LOG_LEVEL="DEBUG")
+        server.log = log
+        with server:
+            assert server.initialize().works()
+
+
+def test_a_call_is_answered_after_the_end_of_input(faulty: FakeSvacer) -> None:
+    """A program that prints to stdout meanwhile is not heard there."""
+    faulty.fault("projects$", delay=0.3)
+    program = ("import os, svacer_mcp\nrun = svacer_mcp.get_projects\n"
+               "def loud(*given):\n    print('stray', flush=True)\n    os.write(1, b'stray')\n"
+               "    return run(*given)\ntool = svacer_mcp.TOOLS['get_projects']\n"
+               "svacer_mcp.TOOLS['get_projects'] = svacer_mcp.Tool(loud, tool.title, tool.about)\n"
+               "svacer_mcp.main()")
+    lines = [dumps({"jsonrpc": "2.0", **message}) for message in (
+        {"id": 1, "method": "initialize", "params": {
+            "protocolVersion": "2025-06-18", "capabilities": {},
+            "clientInfo": {"name": "a test", "version": "1"}}},
+        {"method": "notifications/initialized"},
+        {"id": 2, "method": "tools/call", "params": {"name": "get_projects"}})]
+    done = subprocess.run([sys.executable, "-c", program], input=b"\n".join(lines), timeout=60,
+                          env=environment(faulty), cwd=SERVER.parent, capture_output=True)
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [answer["id"] for answer in answers] == [1, 2] and "result" in answers[1]
+    assert done.stderr.count(b"stray") == 2
+
+
+def test_a_terminal_is_told_what_is_waited_for(faulty: FakeSvacer) -> None:
+    import pty
+
+    there, here = pty.openpty()
+    with open(there, "wb"), open(here, "rb"), subprocess.Popen(
+            [sys.executable, str(SERVER)], env=environment(faulty), stdin=here,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert b"waits for an MCP client on standard input" in process.stderr.readline()
+        process.kill()
+
+
+def test_settings_of_the_sdk_are_not_read(faulty: FakeSvacer, tmp_path: Path) -> None:
+    (tmp_path / ".env").write_bytes(b"FASTMCP_DEBUG=\xcf\xee\xeb\xe5\n")
+    done = subprocess.run([sys.executable, str(SERVER)], cwd=tmp_path, env=environment(faulty),
+                          input=PING % b"", capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"") and b'"odd"' in done.stdout
+
+
+def cancel(number: Any) -> bytes:
+    return dumps({"jsonrpc": "2.0", "method": "notifications/cancelled",
+                  "params": {"requestId": number}})
+
+
+def test_calls_and_cancellations_in_any_order_end_no_session(
+        stdio: tuple[FakeSvacer, StdioServer]) -> None:
+    _, server = stdio
+    rng = random.Random(14)
+    sent = [server.call("get_projects")]
+    for _ in range(300):
+        if rng.random() < 0.2:  # again, or before its call
+            server.send(cancel(rng.choice((sent[-1], sent[-1] + 1))))
+        sent.append(server.call("get_projects"))
+        time.sleep(rng.choice((0, 0, 0, 0.02 * rng.random())))
+        server.send(cancel(sent[-1]))
+    assert server.works()
+    assert all("result" in server.answers[number] for number in sent if number in server.answers)
+
+
+@pytest.mark.parametrize("number", [0, -1, 2**53, "", "0", 'a "quoted" \\ id', "ид"])
+def test_a_cancelled_request_gets_no_answer(
+        stdio: tuple[FakeSvacer, StdioServer], number: Any) -> None:
+    fake, server = stdio
+    fake.fault("projects$", times=1, delay=30)
+    call = {"jsonrpc": "2.0", "id": number, "method": "tools/call",
+            "params": {"name": "get_projects", "arguments": {}}}
+    server.answers.pop(number, None)
+    server.send(dumps(call))
+    until(lambda: fake.running)
+    server.send(cancel(number))
+    until(lambda: not fake.running)
+    assert server.works() and number not in server.answers
+    server.send(dumps(call))  # the id is free again
+    assert "result" in server.answer(number)
+
+
+def test_random_lines_are_answered_or_passed_over(stdio: tuple[FakeSvacer, StdioServer]) -> None:
+    _, server = stdio
+    rng = random.Random(14)
+    good = SET_OF_TOOLS % (b'{"stats":false}', END)
+    methods = ["ping", "tools/list", "tools/call", "initialize", "resources/list",
+               "completion/complete", "logging/setLevel", "notifications/cancelled", "none", ""]
+    names = ["name", "arguments", "_meta", "cursor", "requestId", "protocolVersion", "uri", "ref"]
+    for number in range(300):
+        broken = bytearray(good)
+        for _ in range(rng.randrange(1, 9)):
+            broken[rng.randrange(len(broken))] = rng.choice(b'{}[]",:\\0aZ \x00\x80\xff')
+        server.send(rng.choice((bytes(broken), rng.randbytes(30))).replace(b"\n", b""))
+        values = (random_value(rng), *methods, *svacer_mcp.TOOL_NAMES)
+        params = {rng.choice(names): rng.choice(values) for _ in range(rng.randrange(4))}
+        request = {"jsonrpc": "2.0", "method": rng.choice(methods), "params": params}
+        server.send(json.dumps(request).encode())
+        server.send(json.dumps({**request, "id": f"r{number}"}).encode())
+        assert server.answer(f"r{number}")
+    assert server.works()
+    assert "Traceback" not in server.stderr()
+
+
 def test_unknown_methods_and_tools_are_errors(stdio: tuple[FakeSvacer, StdioServer]) -> None:
     _, server = stdio
     assert server.answer(server.ask("tools/destroy"))["error"]["code"] in (-32601, -32602)
@@ -3308,6 +4606,7 @@ def test_two_hundred_calls_at_once_are_all_answered(
 
 ENDINGS: dict[str, Callable[[StdioServer], Any]] = {
     "stdin closed": lambda server: server.stdin.close(),
+    "stdout closed": lambda server: (server.stdout.close(), server.ask("ping")),
     "client gone": lambda server: (
         server.stdout.close(), server.ask("ping"), server.stdin.close()),
     "SIGTERM": lambda server: server.process.send_signal(signal.SIGTERM),
@@ -3316,7 +4615,8 @@ ENDINGS: dict[str, Callable[[StdioServer], Any]] = {
 
 
 @pytest.mark.parametrize(("how", "busy"), [
-    ("stdin closed", False), ("stdin closed", True), ("client gone", True), ("SIGTERM", True),
+    ("stdin closed", False), ("stdin closed", True), ("stdout closed", False),
+    ("client gone", True), ("SIGTERM", True),
     ("SIGINT", False), ("SIGINT", True)])
 def test_the_process_ends_with_its_client(faulty: FakeSvacer, how: str, busy: bool) -> None:
     with StdioServer(faulty) as server:
@@ -3486,17 +4786,150 @@ def connection(server: HttpServer, *parts: bytes) -> socket.socket:
 
 
 @pytest.mark.parametrize("length", [b"Content-Length: %d\r\n\r\n", b"Transfer-Encoding: chunked"])
-def test_a_body_over_4_mb_is_refused(
+def test_a_body_over_1_mb_is_refused(
         web: tuple[FakeSvacer, HttpServer], length: bytes) -> None:
     _, server = web
-    size = 4 * 1024 * 1024 + 1
+    size = 1024 * 1024 + 1
     body = [length % size] if b"%d" in length else [
         length, b"\r\n\r\n%x\r\n%b" % (size, b" " * size)]
     with connection(server, HEAD, *body) as client:
         assert client.recv(100).startswith(b"HTTP/1.1 413 ")
-    call = CALL.partition(b"\r\n\r\n")[2].ljust(4_000_000)
+        with suppress(ConnectionResetError):  # and the rest is not read
+            while client.recv(1000):
+                pass
+    call = CALL.partition(b"\r\n\r\n")[2].ljust(size - 1)
     status, _, reply = server.request("POST", "/mcp", call, Authorization=BEARER)
     assert status == 200 and b"paho.mqtt.c" in reply
+
+
+@pytest.mark.parametrize(("accept", "streamed"), [
+    (None, False), ("*/*", False), ("application/json", False), ("text/html, */*;q=0.1", False),
+    ("", False), ("text/event-stream", True), ("Text/Event-Stream;q=0.5, application/json", True)])
+def test_any_accept_is_taken(
+        web: tuple[FakeSvacer, HttpServer], accept: str | None, streamed: bool) -> None:
+    head = b"POST /mcp HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: %b\r\n" % BEARER
+    if accept is not None:
+        head += b"Accept: %b\r\n" % accept.encode()
+    body = dumps({"jsonrpc": "2.0", "id": 0, "method": "tools/call", "params": {
+        "name": "get_projects", "arguments": {}, "_meta": {"progressToken": 1}}})
+    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with connection(web[1], head, body) as client, client.makefile("rb") as reader:
+        head, _, body = reader.read().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ") and b"paho.mqtt.c" in body
+    kind = b"text/event-stream" if streamed else b"application/json"
+    assert b"content-type: " + kind in head.lower()
+    assert streamed or json.loads(body)["id"] == 0
+
+
+@pytest.mark.parametrize(("line", "code", "number"), REFUSED_LINES.values(), ids=REFUSED_LINES)
+def test_a_body_that_is_no_message_is_a_400(
+        web: tuple[FakeSvacer, HttpServer], line: bytes, code: int, number: Any) -> None:
+    if len(line) < 1 << 20:
+        status, _, body = web[1].request("POST", body=line, Authorization=BEARER)
+        answer = json.loads(body)
+        assert (status, answer["id"], answer["error"]["code"]) == (400, number, code)
+
+
+def test_a_body_that_does_not_arrive_is_not_waited_for(faulty: FakeSvacer) -> None:
+    class Hasty(HttpServer):
+        program = ("-c", "import svacer_mcp; svacer_mcp.BODY_TIME = 0.1; svacer_mcp.main()")
+
+    with Hasty(faulty, SVACER_MCP_TOKEN=SECRET) as server:
+        for start in (HEAD + b"Content-Length: 9\r\n\r\n", CALL[:-9],
+                      HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"):
+            with connection(server, start) as client, client.makefile("rb") as reader:
+                assert reader.read().startswith(b"HTTP/1.1 408 ")
+        assert named(post(server)[2]) == PROJECTS
+
+
+def test_a_token_that_changes_opens_the_endpoint_at_once(
+        faulty: FakeSvacer, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("first\n")
+    with HttpServer(faulty, SVACER_MCP_TOKEN="", SVACER_MCP_TOKEN_FILE=path) as server:
+        for text, good, bad in (("first", "first", "second"), (" second ", "second", "first"),
+                                ("", "second", ""), ("third!", "third!", "second")):
+            path.write_text(text)
+            for token, status in ((good, 200), (bad, 401), ("", 401)):
+                assert post(server, bearer=f"Bearer {token}".encode())[0] == status
+        path.unlink()
+        assert post(server, bearer=b"Bearer third!")[0] == 200
+
+
+def test_tokens_are_compared_in_constant_time(monkeypatch: Patch) -> None:
+    compared: list[Any] = []
+    monkeypatch.setattr(svacer_mcp.hmac, "compare_digest", lambda *both: compared.append(both))
+    app: Any = svacer_mcp.guard(None, None, settings_from(SVACER_MCP_TOKEN="secret"))
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/mcp",
+             "headers": [(b"authorization", b"Bearer secret")]}
+    anyio.run(app, scope, None, send)
+    assert compared == [(b"secret", b"secret")] and sent[0]["status"] == 401
+
+
+def test_how_connections_are_kept(monkeypatch: Patch, fake: FakeSvacer) -> None:
+    import gc
+
+    import uvicorn
+
+    seen: list[Any] = []
+
+    async def serve(self: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        seen.extend((self.config.timeout_keep_alive, gc.get_freeze_count(),
+                     sockets[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
+        sockets[0].close()
+
+    monkeypatch.setattr(uvicorn.Server, "serve", serve)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    svacer = in_process(fake, SVACER_TRANSPORT="http", SVACER_MCP_TOKEN="x",
+                        SVACER_HTTP_PORT=free_port())
+    assert svacer_mcp.serve_http(svacer) == 0
+    gc.unfreeze()
+    assert seen[0] >= 75 and all(seen)
+
+
+def test_clients_that_leave_cause_no_traceback(faulty: FakeSvacer) -> None:
+    faulty.fault("projects$", delay=0.2)
+    with HttpServer(faulty, SVACER_MCP_TOKEN=SECRET) as server:
+        whole = CALL.replace(b", text/event-stream", b"")
+        rng = random.Random(14)
+        for number in range(60):
+            client = connection(server, rng.choice((CALL, whole, CALL[:-9], whole[:-9], HEAD)))
+            if number % 2:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if number % 3:
+                time.sleep(0.02 * rng.random())
+            client.close()
+        until(lambda: not faulty.running)
+        assert named(post(server)[2]) == PROJECTS
+        server.process.terminate()
+        server.process.wait(10)
+    assert server.stdout == b"" and b"Traceback" not in server.stderr
+    assert len(server.stderr.splitlines()) <= 61
+
+
+def test_random_requests_are_answered_or_end(faulty: FakeSvacer) -> None:
+    rng = random.Random(14)
+    with HttpServer(faulty, SVACER_MCP_TOKEN=SECRET) as server:
+        for _ in range(150):
+            broken = bytearray(CALL)
+            for _ in range(rng.choice((0, 1, 3, 30))):
+                broken[rng.randrange(len(broken))] = rng.randrange(256)
+            cut = CALL[:rng.randrange(len(CALL))]
+            request = rng.choice((bytes(broken), rng.randbytes(60), cut))
+            with connection(server, request) as client, client.makefile("rb") as reader:
+                with suppress(OSError):
+                    client.shutdown(socket.SHUT_WR)
+                with suppress(ConnectionResetError):
+                    answer = reader.readline()
+                    assert answer == b"" or re.match(rb"HTTP/1.1 [2345]\d\d ", answer), answer
+                    assert not answer.startswith(b"HTTP/1.1 500 "), request
+        assert named(post(server)[2]) == PROJECTS
+    assert server.stdout == b"" and b"Traceback" not in server.stderr
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are seen in /proc")
@@ -3626,6 +5059,19 @@ def test_hostile_text_in_an_error_stays_text(
     text, failed = svacer_mcp.answer(svacer_mcp.Call(hasty), "get_snapshots", place)
     assert failed and [*json.loads(text)] == ["error"] and len(text) < 2000
     assert not UNSAFE.search(text) and text.count('{"error":{"code"') == 1
+
+
+def test_a_fault_of_its_own_is_told_without_its_text(
+        fake: FakeSvacer, monkeypatch: Patch, caplog: pytest.LogCaptureFixture) -> None:
+    def run(*_: Any) -> str:
+        raise ZeroDivisionError(secret)
+
+    secret = "can" + "ary"  # for a traceback quotes its source
+    tool = svacer_mcp.TOOLS["get_projects"]
+    monkeypatch.setitem(svacer_mcp.TOOLS, "get_projects", svacer_mcp.Tool(run, tool.title, ""))
+    error = refusal(in_process(fake), "get_projects")
+    assert facts(error) == ("internal", False, None)
+    assert "canary" not in caplog.text + json.dumps(error) and "in run" in caplog.text
 
 
 PASSWORD = 'canary-п"a\\s\'s%/ 1'
@@ -4077,11 +5523,10 @@ def test_only_what_is_returned_is_counted(many: FakeSvacer) -> None:
         assert (counted(many), {row["markers_count"] for row in rows}) == (new, {3})
 
 
-def test_the_snapshots_used_last_stay_counted(many: FakeSvacer, monkeypatch: Any) -> None:
+def test_the_snapshots_counted_last_stay_counted(many: FakeSvacer, monkeypatch: Any) -> None:
     monkeypatch.setattr(svacer_mcp, "COUNTS_KEPT", 4)
     svacer = in_process(many)
-    for number, new in ((0, 1), (2, 1), (3, 1), (4, 1), (0, 0), (5, 1), (0, 0), (2, 1), (4, 0),
-                        (3, 1)):
+    for number, new in ((0, 1), (2, 1), (3, 1), (4, 1), (0, 0), (5, 1), (0, 1), (3, 0), (2, 1)):
         ask(svacer, "get_snapshots", **BRANCH_OF_MANY, name_filter=f"many {number}$")
         assert counted(many) == new, number
     assert len(svacer.counts) == 4
@@ -4112,6 +5557,81 @@ def test_counts_that_come_late_are_null(many: FakeSvacer) -> None:
         False, 20, ["many 19", "many 18"])
     assert sorted(str(row["markers_count"]) for row in rows) == ["3"] * 5 + ["None"] * 15
     until(lambda: not many.running)  # the requests have ended with the call
+
+
+def test_many_calls_count_with_few_threads(many: FakeSvacer) -> None:
+    svacer, hold = in_process(many), threading.Semaphore(0)
+    many.fault("markers$", hold=hold)
+    with ThreadPoolExecutor(40) as pool:
+        calls = [pool.submit(ask, svacer, "get_snapshots", **BRANCH_OF_MANY) for _ in range(40)]
+        until(lambda: len(many.running) == svacer_mcp.HELPERS)
+        assert not any(call.done() for call in calls)
+        hold.release(40 * 20)
+        assert all(row["markers_count"] == 3 for call in calls for row in call.result())
+    assert len(svacer.helpers._threads) == svacer_mcp.HELPERS
+
+
+def test_a_short_list_does_not_wait_for_long_ones() -> None:
+    long, short = synthetic("long", 500, 1), synthetic("short", 2, 1)
+    with FakeSvacer([long, short]) as fake, ThreadPoolExecutor(6) as pool:
+        svacer = in_process(fake)
+        fake.fault("markers$", delay=0.2)
+        calls = [svacer_mcp.Call(svacer) for _ in range(6)]
+        place = {"project_id": long.project_id, "branch_id": long.id, "limit": 0}
+        answers = [pool.submit(svacer_mcp.answer, call, "get_snapshots", place) for call in calls]
+        until(lambda: len(fake.running) == svacer_mcp.HELPERS)
+        began = time.monotonic()
+        for _ in range(3):
+            rows = ask(svacer, "get_snapshots", project_id=short.project_id, branch_id=short.id)
+            assert [row["markers_count"] for row in rows] == [1, 1]
+            svacer.counts.clear()
+        assert time.monotonic() - began < 3
+        assert not any(answer.done() for answer in answers)
+        for call in calls:
+            call.abort()
+        until(lambda: all(answer.done() for answer in answers))
+        time.sleep(0.2)  # for the requests that are on their way
+        fake.log.clear()
+        time.sleep(0.3)
+        assert not fake.log and not fake.running
+
+
+def test_what_is_done_together_is_told_in_order_with_failures_in_their_places() -> None:
+    svacer, going, most = in_process("http://127.0.0.1:9", SVACER_CALL_TIMEOUT=2), 0, 0
+    lock = threading.Lock()
+
+    def work(item: int) -> int:
+        nonlocal going, most
+        with lock:
+            going += 1
+            most = max(most, going)
+        time.sleep(random.random() / 50)
+        with lock:
+            going -= 1
+        if item % 10 == 9:
+            raise svacer_mcp.ToolFailure("not_found", str(item), "")
+        if item == 200:
+            raise ZeroDivisionError
+        while item > 200 and not call.aborted.done():
+            time.sleep(0.01)
+        return -item
+
+    def together(items: Iterable[int]) -> list[int]:
+        return [int(str(result)) for result in call.together(work, items, "numbers")]
+
+    call = svacer_mcp.Call(svacer)
+    assert together(iter(range(100))) == [n if n % 10 == 9 else -n for n in range(100)]
+    assert (most, going, call.progress()) == (8, 0, (100, 100, "numbers"))
+    assert together([]) == []
+    with pytest.raises(ZeroDivisionError):
+        together([1, 200, 2])
+    assert together([1, 2]) == [-1, -2]
+    began = time.monotonic()
+    *first, last = call.together(work, [1, 300, 2, *range(301, 310)], "numbers")
+    assert first[:3:2] == [-1, -2] and {type(each) for each in (first[1], *first[3:], last)} == {
+        svacer_mcp.ToolFailure}
+    assert call.aborted.done() and time.monotonic() - began < 2
+    assert isinstance(call.together(work, [1], "numbers")[0], svacer_mcp.ToolFailure)
 
 
 # ---- Connections that are kept -------------------------------------------------------------------
@@ -4562,8 +6082,12 @@ def test_progress_is_told_a_few_times_a_second_if_asked_for(messages: Any) -> No
         assert done[-1] == (total or done[-1])
 
 
-def test_progress_is_not_told_unless_asked_for(messages: Any) -> None:
+def test_progress_is_not_told_unless_asked_for_and_made(messages: Any) -> None:
     fake, call = messages
+    fake.fault("groups$", times=1, delay=1)
+    [answer] = call("get_project_groups", {"name_or_id": "Linux Tools"},
+                    _meta={"progressToken": "it"})
+    assert not answer["result"]["isError"]
     fake.fault("markers$", delay=0.3)
     [answer] = call("get_snapshots", BRANCH_OF_MANY)
     assert not answer["result"]["isError"]
@@ -4586,16 +6110,16 @@ async def test_health_and_ping_answer_while_slow_calls_run(fake: FakeSvacer) -> 
     fake.fault("projects$", delay=60)
     with HttpServer(fake) as server:
         async with http_client(server.url) as client, anyio.create_task_group() as slow:
-            for _ in range(svacer_mcp.WORKERS + 16):
+            for _ in range(80):
                 slow.start_soon(client.text, "get_projects", {})
             with anyio.fail_after(30):
-                while len(fake.running) < svacer_mcp.WORKERS:
+                while len(fake.running) < 64:
                     await anyio.sleep(0.05)
                 for _ in range(5):
                     await client.session.send_ping()
                     reply = await anyio.to_thread.run_sync(server.request, "GET", "/health")
                     assert reply[0] == 200
-            assert len(fake.running) == svacer_mcp.WORKERS
+            assert len(fake.running) == 64
             slow.cancel_scope.cancel()
         until(lambda: not fake.running, 20)  # the clients have gone, so the calls have ended
 

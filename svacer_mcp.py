@@ -49,7 +49,6 @@ import textwrap
 import threading
 import time
 import traceback
-import urllib.error
 import urllib.request
 import zlib
 from bisect import bisect
@@ -63,10 +62,10 @@ from concurrent.futures import (
     wait,
 )
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from itertools import islice
+from itertools import accumulate, groupby, islice
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus, urlencode, urljoin, urlsplit
@@ -155,7 +154,11 @@ def encode(value: Any, indent: int | None = None) -> str:
 
 
 def size(value: Any) -> int:
-    """Bytes of a value in a result."""
+    """Bytes of a value in a result; those of a long list without its whole text in memory."""
+    if isinstance(value, list) and len(value) > 100:
+        return 1 + len(value) + sum(map(size, value))
+    if isinstance(value, dict) and any(isinstance(part, list) for part in value.values()):
+        return 1 + sum(size(key) + 2 + size(part) for key, part in value.items())
     return len(encode(value).encode())
 
 
@@ -354,7 +357,7 @@ def load_settings(environ: Mapping[str, str], env_file: str | None = None) -> Se
 
 # ---- JSON as a stream ----------------------------------------------------------------------------
 
-class BadJson(ValueError):
+class BadJson(Exception):
     """A text that is not JSON, or not JSON of the expected shape."""
 
 
@@ -390,18 +393,18 @@ class JsonStream:
 
     def more(self) -> bool:
         """Reads on, at least as much as is waiting already; False at the end."""
-        waiting = self.text[self.at:]
-        if len(waiting) > LARGEST_VALUE:
+        parts = [self.text[self.at:]]
+        size = waiting = len(parts[0])
+        if waiting > LARGEST_VALUE:
             raise BadJson(f"a value of more than {LARGEST_VALUE} characters")
-        parts, size = [waiting], 0
         for piece in self.pieces:
             parts.append(piece)
             size += len(piece)
-            if size > len(waiting) or size + len(waiting) > LARGEST_VALUE:
+            if size > min(2 * waiting, LARGEST_VALUE):
                 break
-        if size:
-            self.text, self.at, self.read = "".join(parts), 0, self.read + size
-        return size > 0
+        if size > waiting:
+            self.text, self.at, self.read = "".join(parts), 0, self.read + size - waiting
+        return size > waiting
 
     def peek(self) -> str:
         """The next character that is not white space, "" at the end."""
@@ -428,8 +431,6 @@ class JsonStream:
         while True:
             try:
                 value, end = self.decode(self.text, self.at)
-            except BadJson:
-                raise
             except ValueError:
                 if not self.more():
                     raise Unfinished("it ends early, or is broken") from None
@@ -439,33 +440,26 @@ class JsonStream:
                 # A number may go on beyond the buffer, and "1.", "1e+" do.
                 if self.text[end:end + 1] not in ("", ".", "e", "E") or not self.more():
                     self.at = end
+                    if end > CHUNK:  # so that the text of a large value does not outlive it
+                        self.text, self.at = self.text[end:], 0
                     return value
 
-    def steps_into(self, first: str, last: str) -> bool:
-        """Enters a container; False when there is nothing in it."""
+    def array(self, ends: str = "[]") -> Iterator[None]:
         if self.peek() == "n":
-            return bool(self.value())
-        self.take(first)
-        if self.peek() == last:
-            self.at += 1
-            return False
-        return True
-
-    def array(self) -> Iterator[None]:
-        going = self.steps_into("[", "]")
+            return self.value()  # type: ignore[no-any-return]  # it is None
+        self.take(ends[0])
+        going = self.peek() != ends[1] or self.take(ends[1]) == ","
         while going:
             yield
-            going = self.take(",]") == ","
+            going = self.take("," + ends[1]) == ","
 
     def values(self, kind: type = object) -> Iterator[Any]:
         """The elements of an array, decoded; `array` and `value` in one, and faster."""
-        going = self.steps_into("[", "]")
-        while going:
+        for _ in self.array():
             values = self.several() or [self.value()]
             if not all(isinstance(value, kind) for value in values):
                 raise BadJson("an element of another kind")
             yield from values
-            going = self.take(",]") == ","
 
     def several(self) -> list[Any]:
         """Elements that are whole in the buffer, decoded at once; [] when they cannot be told.
@@ -479,8 +473,8 @@ class JsonStream:
             return []
         while (last := self.text.rfind(first[0], self.at + 1, self.at + CHUNK)) < 0:
             if len(self.text) - self.at > CHUNK or not self.more():
-                break
-        whole = self.text[self.at:max(last, self.at)].rstrip(" \t\n\r")
+                return []
+        whole = self.text[self.at:last].rstrip(" \t\n\r")
         if not whole.endswith(","):
             return []
         try:
@@ -492,14 +486,12 @@ class JsonStream:
         return values  # type: ignore[no-any-return]  # a list
 
     def object(self) -> Iterator[str]:
-        going = self.steps_into("{", "}")
-        while going:
+        for _ in self.array("{}"):
             self.take('"')
             self.at -= 1  # the key starts with the quote
             key = self.value()
             self.take(":")
             yield key
-            going = self.take(",}") == ","
 
     def finish(self) -> None:
         if found := self.peek():
@@ -534,6 +526,9 @@ LOST: tuple[tuple[Any, str, bool, bool, str, str], ...] = (
      "Call again with narrower filters, or raise SVACER_TIMEOUT."),
     (socket.gaierror, "unavailable", True, False, "has a name that cannot be resolved",
      "Check the host in SVACER_URL, DNS and the proxy settings."),
+    (ssl.SSLCertVerificationError, "unavailable", False, False,
+     "has a certificate that is not accepted: {reason}",
+     "Check the name in SVACER_URL, the certificate of Svacer and the clock here."),
     (ConnectionRefusedError, "unavailable", True, False, "refused the connection",
      "Check host and port in SVACER_URL, and that Svacer is running."),
     ((Cut, http.client.IncompleteRead), "bad_response", True, True, "cut its answer short", LATER),
@@ -568,11 +563,9 @@ class Svacer:
         self.counts: dict[str, int] = {}  # snapshot id: number of its markers
         local = is_loopback(urlsplit(settings.url).hostname or "")
         self.opener = urllib.request.OpenerDirector()
-        for handler in (  # without urllib's own for redirects, which takes the JWT to any host
-            urllib.request.ProxyHandler({} if local else urllib.request.getproxies()),
-            Connections(), urllib.request.HTTPErrorProcessor(),
-            urllib.request.HTTPDefaultErrorHandler(),
-        ):
+        # Not with urllib's own handler for redirects, which takes the JWT to any host.
+        proxies = {} if local else urllib.request.getproxies()
+        for handler in (urllib.request.ProxyHandler(proxies), Connections()):
             self.opener.add_handler(handler)
 
     @functools.cached_property
@@ -689,48 +682,34 @@ class Call:
                  news: str) -> list[R | ToolFailure]:
         """`work` for each item, in their order; a ToolFailure for what failed or came too late.
 
-        Calls take turns: each has one place in the queue of the helpers, and gets the next one when
-        an item is begun. After nine tenths of the time left it breaks the call off.
+        Calls take turns: each has one place in the queue of the helpers, and the next one when that
+        item is begun. What is not done in nine tenths of the time left is broken off with the call.
         """
-        waiting, lock, going, queued = deque(enumerate(items)), threading.Lock(), 0, False
-        late = ToolFailure("timeout", "it did not end in time", LATER, retry=True)
-        results: list[R | ToolFailure] = [late] * len(waiting)
-        done: Future[None] = Future()
+        waiting, end = deque(items), time.monotonic() + 0.9 * self.left()
+        total, tasks, going = len(waiting), list[Future[R | ToolFailure]](), set[Future[Any]]()
+        self.progress = lambda: (len(tasks) - len(going), total, news)
 
-        def queue() -> None:
-            nonlocal queued
-            if waiting and not queued and going < AT_ONCE:
-                queued = True
-                self.svacer.helpers.submit(take)
-            elif not waiting and not going:
-                settle(done)
-
-        def take() -> None:
-            nonlocal going, queued
-            with lock:
-                (place, item), queued, going = waiting.popleft(), False, going + 1
-                queue()
+        def begin(item: T, begun: Future[None]) -> R | ToolFailure:
+            settle(begun)
             try:
                 self.check()
-                results[place] = work(item)
+                return work(item)
             except ToolFailure as failure:
-                results[place] = failure
-            except Exception as error:
-                with suppress(InvalidStateError):  # there was another one
-                    done.set_exception(error)
-            with lock:
-                going -= 1
-                queue()
+                return failure
 
-        self.progress = lambda: (len(results) - len(waiting) - going, len(results), news)
-        with lock:
-            queue()
-        self.wait_for(done, 0.9 * self.left())
-        if done.done():
-            done.result()  # raises what `work` did
-        else:
-            self.abort()  # nothing follows that needs Svacer
-        return [*results]
+        while (waiting or going) and not self.aborted.done():
+            if (left := end - time.monotonic()) <= 0:
+                self.abort()  # nothing follows that needs Svacer
+            elif waiting and len(going) < AT_ONCE:
+                begun: Future[None] = Future()
+                tasks.append(self.svacer.helpers.submit(begin, waiting.popleft(), begun))
+                going.add(tasks[-1])
+                self.wait_for(begun, left)
+            else:
+                wait({*going, self.aborted}, left, FIRST_COMPLETED)
+            going = {task for task in going if not task.done()}
+        late = ToolFailure("timeout", "it did not end in time", LATER, retry=True)
+        return [task.result() if task.done() else late for task in tasks] + [late] * len(waiting)
 
     def get(self, path: str, read: Reader[T], **query: Any) -> T:
         """What `read` makes of the answer; it starts afresh when the connection breaks.
@@ -797,15 +776,14 @@ class Call:
             try:
                 response: Any = self.svacer.opener.open(request, timeout=self.settings.timeout)
                 with response.given_back:
-                    return self.decoded(response, read, what)
-            except urllib.error.HTTPError as error:
-                with error.fp.given_back:  # type: ignore[attr-defined]  # a response of ours
-                    place = error.headers.get("Location") if error.code < 400 else None
+                    if 200 <= response.status < 300:
+                        return self.decoded(response, read, what)
+                    place = response.headers.get("Location") if response.status < 400 else None
                     if not place:
-                        raise self.refused(what, error) from None
-                    url = self.redirected(method, url, place, what, error.code)
+                        raise self.refused(what, response)
+                    url = self.redirected(method, url, place, what, response.status)
                     with suppress(OSError, http.client.HTTPException):
-                        error.read(CHUNK)  # so that the connection can be used again
+                        response.read(CHUNK)  # so that the connection can be used again
             except (OSError, http.client.HTTPException, Cut) as error:
                 raise self.lost(what, error) from None
         raise ToolFailure("bad_response", f"{what}: Svacer redirects in a loop", ANSWERS[3][3])
@@ -820,7 +798,7 @@ class Call:
             result = read(stream)
             stream.finish()
             return result
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        except (BadJson, ValueError, TypeError, LookupError, AttributeError) as error:
             if isinstance(error, Unfinished) and endless:
                 raise Cut from None
             reason = str(error) if isinstance(error, BadJson) else "a value of another kind"
@@ -842,40 +820,34 @@ class Call:
         raise ToolFailure("bad_response", f"{what}: a redirect to {shown} was not followed",
                           ANSWERS[3][3], status=status)
 
-    def refused(self, what: str, error: urllib.error.HTTPError) -> ToolFailure:
+    def refused(self, what: str, response: Any) -> ToolFailure:
         """A status other than success, with Svacer's own words where they are fit to show."""
-        known = (key for key in (error.code, error.code // 100, 3) if key in ANSWERS)
+        status, body = response.status, ""
+        known = (key for key in (status, status // 100, 3) if key in ANSWERS)
         code, retry, again, advice = ANSWERS[next(known)]
-        body = ""
         with suppress(OSError, http.client.HTTPException, Cut, BadJson):
-            for text in texts(error):
-                body += text
+            for body in accumulate(texts(response)):
                 if len(body) > CHUNK:
                     break
         said = self.scrub(words(body), 300)
-        pause = retry_after(error.headers.get("Retry-After") or "")
+        pause = retry_after(response.headers.get("Retry-After") or "")
         if pause and retry:
             advice = f"Wait {math.ceil(pause)} seconds, then call again."
-        message = f"{what}: Svacer answered {error.code}" + (f", {said!r}" if said else "")
+        message = f"{what}: Svacer answered {status}" + (f", {said!r}" if said else "")
         return ToolFailure(code, message, advice, retry=retry, again=again, pause=pause,
-                           status=error.code)
+                           status=status)
 
     def lost(self, what: str, error: BaseException) -> ToolFailure:
         """A connection that was not made, or did not last."""
-        if isinstance(error, urllib.error.URLError) and isinstance(error.reason, Exception):
-            error = error.reason
         if isinstance(error, TimeoutError) and error.errno:  # the kernel's: the peer is gone
             error = ConnectionError(*error.args)
-        host = urlsplit(self.settings.url).netloc
-        if isinstance(error, ssl.SSLCertVerificationError):
-            advice = "Check the name in SVACER_URL, the certificate of Svacer and the clock here."
-            if error.verify_code in UNKNOWN_AUTHORITY:
-                advice = "Set SVACER_CA_FILE to the PEM file of the authority that signed it."
-            fault = f"{what}: the certificate of {host} is not accepted: {error.verify_message}"
-            return ToolFailure("unavailable", fault, advice)
         _, code, retry, again, did, advice = next(row for row in LOST if isinstance(error, row[0]))
-        reason = self.scrub(str(getattr(error, "strerror", None) or error))
+        if getattr(error, "verify_code", None) in UNKNOWN_AUTHORITY:
+            advice = "Set SVACER_CA_FILE to the PEM file of the authority that signed it."
+        told = (getattr(error, name, None) for name in ("verify_message", "strerror"))
+        reason = self.scrub(str(next(filter(None, told), error)))
         did = did.format(timeout=self.settings.timeout, reason=reason)
+        host = urlsplit(self.settings.url).netloc
         return ToolFailure(code, f"{what}: {host} {did}", advice, retry=retry, again=again)
 
     def scrub(self, text: str, most: int = 100) -> str:
@@ -891,15 +863,21 @@ class Call:
 class Connection(http.client.HTTPConnection):
     """A connection to Svacer that outlives a call; the call that uses it can break it off."""
 
-    call: Call | None = None  # that uses it
+    call: Call  # that uses it
     idle_since = 0.0
-    used = False  # by an earlier request, so that the other side may have hung up meanwhile
+    used = False  # before, and not yet answered: the other side may have hung up meanwhile
 
-    def __init__(self, host: str, tls: ssl.SSLContext | None, timeout: float):
-        self.default_port = 443 if tls else 80
-        super().__init__(host, timeout=timeout)
-        self.tls, self.name = tls, self.host
-        self._create_connection = self.reached  # http.client's hook
+    def __init__(self, req: Any):
+        self.tls = req.call.svacer.tls if req.type == "https" else None
+        self.default_port = 443 if self.tls else 80
+        super().__init__(req.host, timeout=req.timeout)
+        self.name = self.host
+        if req._tunnel_host:  # through a proxy, whose address is `host`
+            self.set_tunnel(req._tunnel_host, headers={
+                name: value for name, value in req.headers.items() if name == PROXY_LOGIN})
+            self.name = urlsplit(f"//{req._tunnel_host}").hostname or ""
+        self._create_connection = self.reached  # these two are hooks of http.client
+        self.response_class = self.answered  # type: ignore[assignment]  # it makes one
 
     def reached(self, address: tuple[str, int], timeout: float, source: Any) -> socket.socket:
         """A connected socket that the call could break off from the start."""
@@ -922,7 +900,6 @@ class Connection(http.client.HTTPConnection):
         raise last
 
     def owned(self, sock: socket.socket) -> None:
-        assert self.call
         with self.call.lock:
             self.call.sockets[self] = sock
         self.call.check()
@@ -935,32 +912,33 @@ class Connection(http.client.HTTPConnection):
             self.owned(self.sock)
             self.sock.do_handshake()
 
-    def dead(self) -> bool:
-        """Whether the other side has hung up, or sent what nobody asked for."""
+    def answered(self, sock: socket.socket, **options: Any) -> http.client.HTTPResponse:
+        response = http.client.HTTPResponse(sock, **options)
+        if response.fp.peek(1):
+            self.used = False
+        return response
+
+    def alive(self) -> bool:
+        """Whether the other side has not hung up, nor sent what nobody asked for."""
         self.sock.settimeout(0)
         try:
             socket.socket.recv(self.sock, 1, socket.MSG_PEEK)  # an SSLSocket's own takes no flags
-        except BlockingIOError:
+        except OSError as error:
             self.sock.settimeout(self.timeout)
-            return False
-        except OSError:
-            pass
-        return True
+            silent = isinstance(error, BlockingIOError)
+            return silent and time.monotonic() - self.idle_since < IDLE_FOR
+        return False
 
 
-class Connections(urllib.request.AbstractHTTPHandler):
+class Connections(urllib.request.BaseHandler):
     """Sends urllib's requests over connections that are kept open for the next ones."""
 
-    http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
-
     def __init__(self) -> None:
-        super().__init__()
         self.lock = threading.Lock()
         self.idle: list[Connection] = []  # used last at the end
 
     def http_open(self, req: Any) -> Any:
-        tls = req.call.svacer.tls if req.type == "https" else None
-        connection = self.kept() or self.opened(req, tls)
+        connection = self.kept() or Connection(req)
         try:
             return self.sent(req, connection)
         except (ConnectionError, TimeoutError, ssl.SSLError) as error:
@@ -970,7 +948,7 @@ class Connections(urllib.request.AbstractHTTPHandler):
         with self.lock:  # that one had died while it was idle, and so have the others
             while self.idle:
                 self.idle.pop().close()
-        return self.sent(req, self.opened(req, tls))
+        return self.sent(req, Connection(req))
 
     https_open = http_open
 
@@ -978,26 +956,15 @@ class Connections(urllib.request.AbstractHTTPHandler):
         """An idle connection that still is one."""
         while True:
             with self.lock:
-                if not self.idle:
-                    return None
-                connection = self.idle.pop()
-            if time.monotonic() - connection.idle_since < IDLE_FOR and not connection.dead():
+                connection = self.idle.pop() if self.idle else None
+            if not connection or connection.alive():
                 return connection
             connection.close()
-
-    def opened(self, req: Any, tls: ssl.SSLContext | None) -> Connection:
-        connection = Connection(req.host, tls, req.timeout)
-        if req._tunnel_host:  # through a proxy, whose address is `host`
-            connection.set_tunnel(req._tunnel_host, headers={
-                name: value for name, value in req.headers.items() if name == PROXY_LOGIN})
-            connection.name = urlsplit(f"//{req._tunnel_host}").hostname or ""
-        return connection
 
     def sent(self, req: Any, connection: Connection) -> Any:
         """The head of the answer; the connection is kept once its body has been read."""
         connection.call = req.call
-        headers = {name.title(): value
-                   for name, value in {**req.headers, **req.unredirected_hdrs}.items()
+        headers = {name.title(): value for name, value in req.headers.items()
                    if name != PROXY_LOGIN or not req._tunnel_host}  # else it goes to Svacer
         try:
             if connection.sock:
@@ -1005,35 +972,28 @@ class Connections(urllib.request.AbstractHTTPHandler):
             connection.request(req.get_method(), req.selector, req.data, headers)
             response: Any = connection.getresponse()
         except BaseException:
-            self.drop(connection)
+            self.give_back(connection)
             raise
-        response.msg = response.reason  # where urllib looks for it
         response.given_back = ExitStack()
         response.given_back.callback(self.give_back, connection, response)
         return response
 
-    def give_back(self, connection: Connection, response: Any) -> None:
+    def give_back(self, connection: Connection, response: Any = None) -> None:
         """Keeps a connection whose answer was read to its end, closes any other."""
-        whole = response.isclosed() or response.length == 0
-        response.close()
-        call = connection.call
-        spare: Connection | None = connection
-        assert call
+        call, spare = connection.call, connection
+        whole = response and (response.isclosed() or response.length == 0)
+        if response:
+            response.close()
         with call.lock, self.lock:
+            call.sockets.pop(connection, None)
             if whole and connection.sock and not call.aborted.done():
-                del call.sockets[connection]
-                connection.call, connection.used = None, True
-                connection.idle_since = time.monotonic()
+                del connection.call
+                connection.used, connection.idle_since = True, time.monotonic()
                 self.idle.append(connection)
-                spare = self.idle.pop(0) if len(self.idle) > IDLE_MOST else None
-        if spare:
-            self.drop(spare)
-
-    def drop(self, connection: Connection) -> None:
-        if call := connection.call:
-            with call.lock:
-                call.sockets.pop(connection, None)
-        connection.close()
+                if len(self.idle) <= IDLE_MOST:
+                    return
+                spare = self.idle.pop(0)
+        spare.close()
 
 
 def texts(response: Any) -> Iterator[str]:
@@ -1139,9 +1099,11 @@ def fitted(item: Any, room: float) -> Any:
         return {"shortened": lost, **kept}
 
     for each in (2 * BUDGET, 100):  # characters of a string for each element of a list
-        kept = bisect(range(1, BUDGET), room,
-                      key=lambda most, each=each: size(shortened(most, each * most)))  # type: ignore[misc]
-        if kept:
+        def taken(most: int, each: int = each) -> int:
+            return size(shortened(most, each * most))
+
+        top = next(most for most in (2 ** n for n in range(20)) if taken(most) > room)
+        if kept := bisect(range(1, top), room, key=taken):
             return shortened(kept, each * kept)
     return shortened(0, 20)
 
@@ -1152,14 +1114,13 @@ class Page:
     It takes items as long as `limit` and `room` (bytes) let it, and one in any case.
     """
 
-    def __init__(self, show: Callable[[Any], Any], limit: int, offset: int = 0,
-                 room: float = math.inf):
+    def __init__(self, show: Callable[[Any], Any], limit: int, room: float, offset: int = 0):
         self.show, self.offset, self.room = show, offset, room
         self.stop = offset + limit if limit else math.inf
         self.total, self.used = 0, 0
         self.items: list[Any] = []
 
-    def fill(self, items: Iterable[Any]) -> Page:
+    def fill(self, items: Iterable[Any]) -> Any:  # itself
         for place, item in enumerate(items):
             self.total = place + 1
             if self.offset <= place < self.stop:
@@ -1173,6 +1134,10 @@ class Page:
 
     def counts(self) -> dict[str, int]:
         return {"total_count": self.total}
+
+    @property
+    def found(self) -> int:
+        return self.counts()["total_count"]
 
     @property
     def next(self) -> int | None:
@@ -1208,7 +1173,7 @@ class MarkerPage(Page):
 
     def __init__(self, args: Mapping[str, Any], limit: int, room: float):
         self.keys, self.grouped = args["group_by"], 0  # markers in the groups
-        super().__init__(dict if self.keys else self.shown, limit, args["offset"], room)
+        super().__init__(dict if self.keys else self.shown, limit, room, args["offset"])
         self.filters = [(TESTS[name], args[name]) for name in TESTS if args.get(name)]
         self.missing = dict.fromkeys(args.get("ids") or ())  # ids that no marker has
         self.project = projection(args["fields"], args)
@@ -1229,21 +1194,21 @@ class MarkerPage(Page):
                 self.missing.pop(key, None)
         return True
 
-    def fill(self, markers: Iterable[Marker]) -> Page:
+    def fill(self, markers: Iterable[Marker]) -> Any:
         kept = filter(self.passes, markers) if self.filters else markers
         if not self.keys:
             return super().fill(kept)
         groups = counted(kept, self.keys)
         self.grouped = sum(count for _, count in groups)
-        return super().fill({**dict(zip(self.keys, values)), "count": count}  # noqa: B905  # alike
+        return super().fill({**dict(zip(self.keys, values)), "count": count}
                             for values, count in groups)
 
     def counts(self) -> dict[str, int]:
         return ({"total_count": self.grouped, "groups_count": self.total} if self.keys else
                 super().counts())
 
-    def listed(self, hint: str | None = None, key: str = "markers", **rest: Any) -> dict[str, Any]:
-        return self.result("groups" if self.keys else key, hint, **rest)
+    def result(self, key: str, hint: str | None = None, **rest: Any) -> dict[str, Any]:
+        return super().result("groups" if self.keys else key, hint, **rest)
 
 
 def projection(wanted: list[str] | None, args: Mapping[str, Any]) -> Callable[[Marker], Marker]:
@@ -1428,7 +1393,6 @@ def pick(argument: str, text: str, candidates: Iterable[tuple[str, Any]]) -> str
         found = found or [item for item in named if spelled(item[1]) == spelled(text)]
     if len(found) == 1:
         return found[0][0]
-
     code, did = ("invalid_argument", "names several") if found else ("not_found", "names none")
     source = "get_snapshots" if "snapshot" in argument else "get_projects"
     raise ToolFailure(
@@ -1486,7 +1450,7 @@ class Names:
                 " by name takes project_id and branch_id",
                 "Pass project_id and branch_id too, or an id from get_snapshots.",
                 argument=argument)
-        for word, row in zip(("latest", "previous"), self.snapshots):  # noqa: B905  # as many as are
+        for word, row in zip(("latest", "previous"), self.snapshots):
             if text.casefold() == word:
                 return str(row["snapshot_id"])
         return pick(argument, text, ((row["snapshot_id"], row["name"]) for row in self.snapshots))
@@ -1508,8 +1472,8 @@ class Param:
     least: int = 0
     most: int = 2**31 - 1
 
-    def schema(self) -> dict[str, Any]:
-        shape: dict[str, Any] = {"type": KINDS[self.kind][0], "description": self.about}
+    def schema(self, about: str | None) -> dict[str, Any]:
+        shape: dict[str, Any] = {"type": KINDS[self.kind][0], "description": about or self.about}
         if self.kind == "list":
             listed = {"enum": list(self.allowed)} if self.allowed and self.in_schema else {}
             shape["items"] = {"type": "string", **listed}
@@ -1580,14 +1544,18 @@ KINDS: dict[str, tuple[str, Callable[[Param, Any], Any]]] = {
 }
 
 
-PROJECT = Param("project_id", "text", "Id, name or link.")
-BRANCH = Param("branch_id", "text", "Id, name or link.")
-SNAPSHOT = Param("snapshot_id", "text", "Id, name, link, latest or previous.")
-# Optional beside a snapshot's id; needed to find it by its name.
-NAMING = (Param("project_id", "text", "To name snapshots. Default: none."),
-          Param("branch_id", "text", "To name snapshots. Default: none."))
-STATS = Param("stats", "flag", "Add statistics. Default: false.", False)
-LISTING = {param.name: param for param in (
+PARAMS = {param.name: param for param in (
+    Param("project_id", "text", "Id, name or link."),
+    Param("branch_id", "text", "Id, name or link."),
+    Param("snapshot_id", "text", "Id, name, link, latest or previous."),
+    Param("base_snapshot_id", "text", "Older snapshot."),
+    Param("head_snapshot_id", "text", "Newer snapshot. Default: base against the one before it."),
+    Param("level", "count", "0 counts, 1 ids, 2 markers. Default: 0, filtered 2.",
+          allowed=(0, 1, 2)),
+    Param("categories", "list", "Lists of markers. Default: all.", allowed=CATEGORIES),
+    Param("name_or_id", "text", "Name or id of the group."),
+    Param("name_filter", "text", "Part of a project or branch name. Default: all."),
+    Param("stats", "flag", "Add statistics. Default: false.", False),
     Param("severity", "list", "Severities. Default: all.", allowed=SEVERITIES),
     Param("review", "list", "Statuses. Default: all.", allowed=STATUSES),
     Param("warnClass", "list", "Checkers with sub-classes. Default: all."),
@@ -1603,21 +1571,20 @@ LISTING = {param.name: param for param in (
     Param("review_history", "flag", "Add review history. Default: false.", False),
     Param("comment_history", "flag", "Add comments. Default: false.", False),
     Param("occurrences", "flag", "Add since when. Default: false.", False),
+    Param("source_lines", "count", "Lines of code around steps, to 50. Default: 0.", 0, most=50),
     Param("limit", "count", "Most, 0 = all. Default: 30."),
     Param("offset", "count", "To skip. Default: 0.", 0),
     Param("fields", "list", f"Keys, * = all. Default: {', '.join(DEFAULT_FIELDS)}.",
           allowed=(*ALL_FIELDS, *ON_REQUEST, "*"), in_schema=False),
+    Param("file_path", "text", "Path exactly as in a marker's file.", split=False),
+    Param("line", "count", "Central line, from 1. Default: 1.", 1, least=1),
+    Param("before", "count", "Lines before it. Default: 0.", 0),
+    Param("after", "count", "Lines after it. Default: to the end."),
 )}
-# The same, described by their likeness to get_markers.
-ALIKE = {**LISTING, **{name: replace(LISTING[name], about=about) for name, about in (
-    ("fields", "Keys, * = all. Default: as in get_markers."),
-    ("group_by", "Count by, as in get_markers. Default: list."))}}
-WARNINGS = {**ALIKE, **{param.name: param for param in (
-    Param("source_lines", "count", "Lines of code around steps, to 50. Default: 0.", 0,
-          most=50),
-    Param("limit", "count", "Most, 0 = all. Default: 30; with traces, code or history 8."),
-)}}
-DIFF_FILTERS = ("severity", "review", "warnClass", "file", "exclude_file", "search", "group_by")
+# Parameters of get_markers and get_warnings beside the snapshot, and those of them in get_diff.
+LISTING = ("severity review warnClass file exclude_file search group_by ids custom_filter traces "
+           "checker_info review_history comment_history occurrences limit offset fields")
+FILTERING = "severity review warnClass file exclude_file search group_by"
 # What belongs to one marker, and not to a group.
 OF_ONE = ("fields", *ON_REQUEST.values(), "source_lines", "occurrences")
 
@@ -1637,11 +1604,10 @@ def home(settings: Settings) -> dict[str, str]:
     return {name: value for name, value in place.items() if value}
 
 
-def read_arguments(required: Iterable[Param], optional: Iterable[Param], given: Mapping[str, Any],
+def read_arguments(parameters: Iterable[str], required: Iterable[str], given: Mapping[str, Any],
                    usual: Mapping[str, str]) -> dict[str, Any]:
-    """A value for each parameter, from what a model sent; null and blank are its default.
-    """
-    known = {param.name: param for param in (*required, *optional)}
+    """A value for each parameter, from what a model sent; null and blank are its default."""
+    known = {name: PARAMS[name] for name in parameters}
     values = {name: usual.get(name, param.default) for name, param in known.items()}
     for name, value in given.items():
         if name in INJECTED:
@@ -1658,11 +1624,14 @@ def read_arguments(required: Iterable[Param], optional: Iterable[Param], given: 
             value = KINDS[known[name].kind][1](known[name], value)
         if value not in (None, "", []):
             values[name] = value
-    missing = [param.name for param in required if values[param.name] is None]
-    if missing:
+    if missing := [name for name in required if values[name] is None]:
         raise ToolFailure("invalid_argument", f"{' and '.join(missing)} must be given",
                           "Take project_id and branch_id from get_projects, snapshot_id from "
                           "get_snapshots, file_path from get_markers.", argument=missing[0])
+    if values.get("group_by") and (beside := ", ".join(filter(values.get, OF_ONE))):
+        raise ToolFailure("invalid_argument", f"group_by counts markers, and {beside} belongs to "
+                          f"one", f"Call again without group_by, or without {beside}.",
+                          argument="group_by")
     return values
 
 
@@ -1711,20 +1680,6 @@ def projects(call: Call, use: Callable[[Iterator[dict[str, Any]]], T]) -> T:
     return call.get("/api/public/projects", read)
 
 
-def with_name(text: str) -> Callable[[dict[str, Any]], Any]:
-    """A project whose name has the text, else what branches of it do; None for neither."""
-    wanted = text.casefold()
-
-    def shown(project: dict[str, Any]) -> Any:
-        if wanted in str(project["project_name"]).casefold():
-            return project
-        branches = [branch for branch in project["branches"]
-                    if wanted in str(branch["branch_name"]).casefold()]
-        return {**project, "branches": branches} if branches else None
-
-    return shown
-
-
 def filters_of(**ids: str) -> dict[str, dict[str, str]]:
     """Svacer's filters for what belongs to the project, branch and snapshot with these ids."""
     return {part: {"id": value} for part, value in ids.items()}
@@ -1761,28 +1716,27 @@ def full_markers(project: str, branch: str, snapshot: str) -> str:
     return f"/api/public/projects/{project}/branch/{branch}/snapshots/{snapshot}/fullmarkers"
 
 
-def page_room(args: Args, share: int = 1) -> float:
-    """Bytes for a list of which the caller did not say how long it may be."""
-    return BUDGET / share if args["limit"] is None else math.inf
+def bounds(args: Args, usual: int = 0, share: int = 1) -> tuple[int, float]:
+    """How many items to show, and bytes: without the caller's limit no more than fit."""
+    return (usual, BUDGET / share) if args["limit"] is None else (args["limit"], math.inf)
 
 
 def state(call: Call, project: str, branch: str, snapshot: str) -> dict[str, Any]:
     """What a list tells of the statistics of a snapshot."""
     told = call.get(full_markers(project, branch, snapshot),
                     lambda stream: tallied(each_marker(stream)))
-    return dict(zip(STATE, told.values()))  # noqa: B905  # without by_checker
+    return dict(zip(STATE, told.values()))  # without by_checker
 
 
 def get_projects(call: Call, args: Args) -> Any:
-    named = with_name(args["name_filter"] or "")
+    wanted = (args["name_filter"] or "").casefold()
+    more = {"latest": None} if args["stats"] else {}
 
-    def show(project: dict[str, Any]) -> dict[str, Any]:
-        more = {"latest": None} if args["stats"] else {}
-        return {**project, "branches": [{**branch, **more} for branch in project["branches"]]}
-
-    def page(rows: Iterator[dict[str, Any]]) -> Page:
-        return Page(show, list_limit(args), args["offset"], page_room(args)).fill(
-            filter(None, map(named, rows)))
+    def shown(project: dict[str, Any]) -> dict[str, Any] | None:
+        named = wanted in str(project["project_name"]).casefold()
+        branches = [{**branch, **more} for branch in project["branches"]
+                    if named or wanted in str(branch["branch_name"]).casefold()]
+        return {**project, "branches": branches} if named or branches else None
 
     def latest(place: tuple[str, dict[str, Any]]) -> dict[str, Any] | None:
         project, branch = place[0], place[1]["branch_id"]
@@ -1791,32 +1745,27 @@ def get_projects(call: Call, args: Args) -> Any:
                     **state(call, project, branch, row["snapshot_id"])}
         return None
 
-    found = projects(call, page)
-    result = found.array("projects")
+    page = projects(call, lambda rows: Page(
+        dict, *bounds(args, 10 * args["stats"]), args["offset"]).fill(
+            filter(None, map(shown, rows))))
+    result = page.array("projects")
     if args["stats"]:
-        places = [(project["project_id"], branch) for project in found.items
-                  for branch in project["branches"]]
-        told = call.together(latest, places[:STATES_MOST], "branches counted")
-        for (_, branch), known in zip(places, told):  # noqa: B905  # the first ones
+        places = [(project["project_id"], branch) for project in page.items
+                  for branch in project["branches"]][:STATES_MOST]
+        for (_, branch), known in zip(places, call.together(latest, places, "branches counted")):
             branch["latest"] = None if isinstance(known, ToolFailure) else known
-        result = found.array("projects")
+        result = page.array("projects")
     return result
-
-
-def list_limit(args: Args) -> int:
-    """The limit of a list that is as long as fits in, or of ten when each is counted."""
-    return args["limit"] if args["limit"] is not None else 10 * args["stats"]  # type: ignore[no-any-return]
 
 
 def get_snapshots(call: Call, args: Args) -> Any:
     names, counts = Names(call, args), call.svacer.counts
     project, branch = names.project, names.branch
-    blank = dict.fromkeys(STATE if args["stats"] else STATE[:1])
-    page = Page(lambda row: {**{key: row[key] for key in row if key != "link"}, **blank,
-                             "link": row["link"]},
-                list_limit(args), args["offset"], page_room(args))
-    page.fill(snapshots(call, project, branch, args["name_filter"] or ""))
-    page.array("snapshots")  # drops what does not fit, before it is counted
+    known = {} if args["stats"] else counts  # which people's reviews do not change
+
+    def shown(row: dict[str, Any]) -> dict[str, Any]:
+        more = {**dict.fromkeys(STATE if args["stats"] else STATE[:1]), "link": row.pop("link")}
+        return {**row, **more, "markers_count": known.get(row["snapshot_id"])}
 
     def count(row: dict[str, Any]) -> dict[str, Any]:
         if args["stats"]:
@@ -1827,11 +1776,11 @@ def get_snapshots(call: Call, args: Args) -> Any:
             filters=filters)
         return {"markers_count": counts[row["snapshot_id"]]}
 
-    known = {} if args["stats"] else counts  # which people's reviews do not change
-    unknown = [row for row in page.items if row["snapshot_id"] not in known]
-    for row in page.items:
-        row["markers_count"] = known.get(row["snapshot_id"])
-    for row, told in zip(unknown, call.together(count, unknown, "snapshots counted")):  # noqa: B905
+    page = Page(shown, *bounds(args, 10 * args["stats"]), args["offset"])
+    page.fill(snapshots(call, project, branch, args["name_filter"] or ""))
+    page.array("snapshots")  # drops what does not fit, before it is counted
+    unknown = [row for row in page.items if row["markers_count"] is None]
+    for row, told in zip(unknown, call.together(count, unknown, "snapshots counted")):
         row |= {} if isinstance(told, ToolFailure) else told
     for snapshot in [*counts][:-COUNTS_KEPT]:
         counts.pop(snapshot, None)  # another call may do the same
@@ -1854,96 +1803,73 @@ def get_project_stats(call: Call, args: Args) -> Any:
     return fitted(call.get(path, read), BUDGET)
 
 
-def get_markers(call: Call, args: Args) -> Any:
-    names = Names(call, args)
-    filters = filters_of(
-        project=names.project, branch=names.branch, snapshot=names.snapshot())
-    return marker_list(call, args, names, "/api/public/markers", filters, each_wrapped_marker)
-
-
-def get_warnings(call: Call, args: Args) -> Any:
-    names = Names(call, args)
-    path = full_markers(names.project, names.branch, names.snapshot())
-    return marker_list(call, args, names, path, {}, each_marker)
-
-
 def applied(args: Args, limit: int) -> dict[str, Any]:
     """What the caller has set of filters, flags and the shape of the list."""
     usual = {"limit": limit, "fields": [*DEFAULT_FIELDS]}
-    return {name: args[name] for name, param in WARNINGS.items()
-            if name in args and args[name] not in (param.default, usual.get(name))}
+    return {name: args[name] for name in TOOLS["get_warnings"].optional.split()
+            if name in args and args[name] not in (PARAMS[name].default, usual.get(name))}
 
 
-def check_groups(args: Args) -> None:
-    if beside := [name for name in OF_ONE if args["group_by"] and args.get(name)]:
-        raise ToolFailure(
-            "invalid_argument", f"group_by counts markers, and cannot be combined with "
-            f"{', '.join(beside)}, which belong to one marker",
-            f"Call again without group_by, or without {', '.join(beside)}.", argument="group_by")
-
-
-def marker_list(call: Call, args: Args, names: Names, path: str, filters: dict[str, Any],
-                each: Callable[[JsonStream], Iterator[Marker]]) -> Any:
-    check_groups(args)
-    around = args.get("source_lines") or 0
-    key = "warnings" if "source_lines" in args else "markers"
-    long = around or args["traces"] or args["review_history"] or args["comment_history"]
-    usual = 8 if long and key == "warnings" else 30
-    limit = usual if args["limit"] is None else args["limit"]
+def list_markers(call: Call, args: Args) -> Any:
+    """get_markers, and get_warnings, which alone has source_lines and reads the full markers."""
+    names, key, around = Names(call, args), "markers", args.get("source_lines")
+    place = {"project": names.project, "branch": names.branch, "snapshot": names.snapshot()}
+    path, each, filters, usual = "/api/public/markers", each_wrapped_marker, filters_of(**place), 30
+    flags = {name: args[name] for name in ON_REQUEST.values()}
+    if around is not None:
+        path, each, filters, key = full_markers(**place), each_marker, {}, "warnings"
+        flags["traces"] = flags["traces"] or around > 0
+        if flags["traces"] or flags["review_history"] or flags["comment_history"]:
+            usual = 8
     regexes = filters_for_svacer(args)
 
-    def read(stream: JsonStream) -> MarkerPage:
+    def read(stream: JsonStream) -> Any:
         watch(call, stream)
-        page = MarkerPage(args, limit, page_room(args))
-        page.fill(each(stream))
-        return page
+        return MarkerPage(args, *bounds(args, usual)).fill(each(stream))
 
-    flags = {name: args[name] for name in ON_REQUEST.values()}
-    flags["traces"] = flags["traces"] or around > 0
     page = call.get(path, read, custom_filter=args["custom_filter"], **flags,
                     filters={**filters, "marker": regexes} if regexes else filters)
+    hint: str | None = None
     told: dict[str, Any] = {"filters_applied": applied(args, usual)}
     if page.missing:
         told["missing_ids"] = [*page.missing]
-    hint = None
-    if not page.counts()["total_count"]:
-        hint = nothing_found(told["filters_applied"])
-        told |= call.get(path, lambda stream: candidates(each(stream), args), filters=filters) if (
-            args["warnClass"] or args["file"]) else {}
-    page.listed(hint, key, **told)  # drops what does not fit, before more is asked for
+    if not page.found:
+        hint = nothing_found(args)
+        if args["warnClass"] or args["file"]:
+            told.update(call.get(path, lambda stream: candidates(each(stream), args),
+                                 filters=filters))
+    page.result(key, hint, **told)  # drops what does not fit, before more is asked for
     if around:
-        add_source(call, names.snapshot(), page, around)
+        add_source(call, place["snapshot"], page, around)
     if args["occurrences"]:
         told |= add_occurrences(call, args, names, page)
-    return page.listed(hint, key, **told)
+    return page.result(key, hint, **told)
 
 
-def nothing_found(applied: Mapping[str, Any]) -> str:
-    filters = [name for name in TESTS if name in applied] + ["custom_filter"]
-    used = [name for name in filters if name in applied]
-    if "ids" in used:
-        return (f"No marker passes {', '.join(used)}: it may be fixed, or the ids are of another "
-                "snapshot; occurrences tells in which snapshots an invariant is.")
-    if used:
-        return (f"No marker passes {', '.join(used)}: drop or widen one of them, or call "
-                "get_project_stats to see which values occur.")
-    return ("The snapshot has no markers or Svacer does not know it: call get_snapshots and check "
-            "snapshot_id and markers_count.")
+def nothing_found(args: Args) -> str:
+    used = ", ".join(name for name in (*TESTS, "custom_filter") if args.get(name))
+    return (
+        f"No marker passes {used}: it may be fixed, or known by another id here; missing_ids says, "
+        "with occurrences, when it was last there." if args.get("ids") else
+        f"No marker passes {used}: drop or widen one of them, or call get_project_stats to see "
+        "which values occur." if used else
+        "The snapshot has no markers or Svacer does not know it: call get_snapshots and check "
+        "snapshot_id and markers_count.")
 
 
 def candidates(markers: Iterable[Marker], args: Args) -> dict[str, list[str]]:
     """The checkers or files closest to those that a filter asks for in vain."""
-    names = [name for name in ("warnClass", "file") if args[name]]
-    values: dict[str, set[str]] = {name: set() for name in names}
+    met: dict[str, set[str]] = {name: set() for name in ("warnClass", "file") if args[name]}
     for marker in markers:
-        for name in names:
-            if marker.get(name) and not TESTS[name](args[name], marker):
-                values[name].add(marker[name])
-            elif len(names) > 1 and name in names:
-                names.remove(name)  # it asks for what there is
-    name = names[0]
-    found = closest(args[name], sorted(values[name]), 10)
-    return {"candidates": [shorten(value, 300) for value in found]} if found else {}
+        for name, values in met.items():
+            values.add(str(marker.get(name) or ""))
+    others = {name: [value for value in sorted(values)
+                     if value and not TESTS[name](args[name], {name: value})]
+              for name, values in met.items()}
+    # Where both are given, the one that asks for what there is not.
+    name = min(others, key=lambda name: len(others[name]) < len(met[name] - {""}))
+    found = [shorten(value, 300) for value in closest(args[name], others[name], 10)]
+    return {"candidates": found} if found else {}
 
 
 def add_source(call: Call, snapshot: str, page: MarkerPage, around: int) -> None:
@@ -1961,8 +1887,8 @@ def add_source(call: Call, snapshot: str, page: MarkerPage, around: int) -> None
             raise
 
     every = list(dict.fromkeys(part for parts in wanted for part in parts))
-    told = dict(zip(every, call.together(content, every, "pieces of source")))  # noqa: B905
-    for item, parts in zip(page.items, wanted):  # noqa: B905
+    told = dict(zip(every, call.together(content, every, "pieces of source")))
+    for item, parts in zip(page.items, wanted):
         item["source"] = []
         for part in parts:
             if isinstance(found := told[part], ToolFailure):
@@ -2023,67 +1949,78 @@ def add_occurrences(call: Call, args: Args, names: Names, page: MarkerPage) -> d
         return {"count": len(rows), "of": len(names.snapshots),
                 "first": rows[-1] if rows else None, "last": rows[0] if rows else None}
 
-    for item, marker in zip(page.items, shown):  # noqa: B905
+    for item, marker in zip(page.items, shown):
         invariant = marker.get("invariant")
         item["occurrences"] = told(str(invariant)) if invariant else None
     listed = [{"id": key, "occurrences": told(key)} for key in missing]
     return {"missing_ids": listed} if listed else {}
 
 
+def diffed(stream: JsonStream) -> Iterator[tuple[str, Any]]:
+    """The parts of a diff: ("stats", what they are), and each marker with its category."""
+    for key in stream.object():
+        if key != "markers":
+            yield key, stream.value()
+            continue
+        for category in stream.object():
+            yield from ((category, marker) for marker in stream.values())
+
+
 def get_diff(call: Call, args: Args) -> Any:
-    check_groups(args)
-    names, filters = Names(call, args), [name for name in DIFF_FILTERS if args[name]]
-    raised = 2 if filters or args["offset"] else 0
-    level = args["level"] if args["level"] is not None else raised
+    names, filters = Names(call, args), [name for name in FILTERING.split() if args[name]]
+    level = args["level"]
+    if level is None:
+        level = 2 if filters or args["offset"] else 0
     if filters and level < 2:
         raise ToolFailure(
             "invalid_argument", f"level {level} has no markers to apply {', '.join(filters)} to",
             "Call again without level, or with level 2.", argument="level")
-    base = names.snapshot("base_snapshot_id")
-    head = names.snapshot("head_snapshot_id") if args["head_snapshot_id"] else None
+    query = {"snapshot_v1": names.snapshot("base_snapshot_id"), "level": level,
+             "snapshot_v2": args["head_snapshot_id"] and names.snapshot("head_snapshot_id"),
+             "checker_info": level == 2 and args["checker_info"]}
     wanted = [name for name in CATEGORIES if name in (args["categories"] or CATEGORIES)]
-    limit, room = 20 if args["limit"] is None else args["limit"], page_room(args, len(wanted))
-    if level < 2:  # there the lists are of ids, and only as long as fits in
-        limit, room = 0, math.inf if args["limit"] == 0 else BUDGET / len(wanted)
+    limit, room = bounds(args, 20, len(wanted))
 
     def new_page() -> Any:
-        if level < 2:
-            return Page(lambda marker_id: marker_id, limit, args["offset"], room)
-        return MarkerPage(args, limit, room)
+        if level == 2:
+            return MarkerPage(args, limit, room)
+        # The lists are of ids, and only as long as fits in.
+        return Page(lambda marker_id: marker_id, 0,
+                    BUDGET / len(wanted) if args["limit"] else room, args["offset"])
 
-    def read(stream: JsonStream) -> tuple[dict[str, Any], dict[str, Any]]:
+    def read(stream: JsonStream) -> tuple[Any, dict[str, Any]]:
         watch(call, stream)
         stats, pages = None, {name: new_page() for name in wanted}
-        for key in stream.object():
-            if key == "markers" and level:
-                for category in stream.object():
-                    (pages.get(category) or Page(str, 1)).fill(stream.values())  # else for nothing
-            else:
-                value = stream.value()
-                stats = value if key == "stats" else stats
+        for key, parts in groupby(diffed(stream), lambda part: part[0]):
+            values = (value for _, value in parts)
+            if key == "stats":
+                stats = next(values)
+            elif key in pages:
+                pages[key].fill(values)
         if type(stats) is not dict:
             raise BadJson("a diff without stats")
         return stats, pages
 
-    stats, pages = call.get("/api/public/diff", read, snapshot_v1=base, snapshot_v2=head,
-                            level=level, checker_info=level == 2 and args["checker_info"])
+    stats, pages = call.get("/api/public/diff", read, **query)
     told = {"stats": fitted(stats, BUDGET / 4)}
     if not level:
         return told
     if filters:
         told["filters_applied"] = applied(args, 20)
-        empty = [name for name, page in pages.items() if not page.counts()["total_count"]]
-        told |= {"hint": nothing_found(args)} if empty else {}
+        found = [page.found for page in pages.values()]
+        told |= {} if all(found) else {"hint": nothing_found(args)}
+        if not any(found) and (args["warnClass"] or args["file"]):
+            told |= call.get("/api/public/diff", lambda stream: candidates((
+                marker for key, marker in diffed(stream) if key in wanted), args), **query)
     around = size({**told, "shortened": dict.fromkeys(CATEGORIES, BUDGET)}) + 80
     for page in pages.values():
         page.room -= around / len(wanted)
-    if level == 2:
-        return {**told, "markers": {name: page.listed() for name, page in pages.items()}}
-    for page in pages.values():
-        page.result("markers")  # drops what does not fit
-    short = {name: page.total for name, page in pages.items() if page.next is not None}
-    return {**told, **({"shortened": short} if short else {}),
-            "markers": {name: page.items for name, page in pages.items()}}
+    lists = {name: page.result("markers") for name, page in pages.items()}
+    if level == 1:
+        short = {name: page.total for name, page in pages.items() if page.next is not None}
+        told |= {"shortened": short} if short else {}
+        lists = {name: page.items for name, page in pages.items()}
+    return {**told, "markers": lists}
 
 
 def preview(call: Call, snapshot: str, file: str, line: int, before: int,
@@ -2117,7 +2054,7 @@ def get_advanced_file_preview(call: Call, args: Args) -> Any:
         raise
     if after is not None or size(result) <= BUDGET:
         return result
-    page = Page(str, 0, room=BUDGET - 200).fill(  # for what tells of the cut
+    page = Page(str, 0, BUDGET - 200).fill(  # for what tells of the cut
         re.findall(r"[^\n]*\n|[^\n]+", result["content"]))
     told = {key: result[key] for key in ("line", "total_lines", "start_line")}
     if page.next is not None:
@@ -2147,76 +2084,75 @@ def get_project_groups(call: Call, args: Args) -> Any:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool as clients see it, and the function that makes its result."""
+    """A tool as clients see it, and the function that makes its result.
+
+    Parameters are named with spaces between; `abouts` tells of those that mean something else here.
+    """
 
     run: Callable[[Call, Args], Any]
     title: str
     about: str
-    required: tuple[Param, ...] = ()
-    optional: tuple[Param, ...] = ()
+    required: str = ""
+    optional: str = ""
+    abouts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> list[str]:
+        return f"{self.required} {self.optional}".split()
 
     def described(self, name: str, usual: Mapping[str, str]) -> dict[str, Any]:
         """The tool's entry in the answer to tools/list; what is `usual` need not be given."""
-        properties = {param.name: param.schema() for param in self.required + self.optional}
-        for param in usual.keys() & properties:
-            properties[param]["description"] = f"Default: {shorten(usual[param], 20)}."
-        required = [param.name for param in self.required if param.name not in usual]
+        abouts = {**self.abouts, **{
+            name: f"Default: {shorten(value, 20)}." for name, value in usual.items()}}
         return {
             "name": name, "description": self.about,
-            "inputSchema": {"type": "object", "properties": properties, "required": required},
+            "inputSchema": {
+                "type": "object",
+                "properties": {
+                    name: PARAMS[name].schema(abouts.get(name)) for name in self.parameters},
+                "required": [name for name in self.required.split() if name not in usual]},
             "annotations": {"title": self.title, "readOnlyHint": True, "destructiveHint": False,
                             "idempotentHint": True, "openWorldHint": True},
         }
 
 
+WHERE = "project_id branch_id snapshot_id"
+NAMING = dict.fromkeys(("project_id", "branch_id"), "To name snapshots. Default: none.")
+COUNTED = {"limit": "Most, 0 = all. Default: what fits, with stats 10."}
+ALIKE = {"fields": "Keys, * = all. Default: as in get_markers.",
+         "group_by": "Count by, as in get_markers. Default: list."}
 TOOLS = {
     "get_projects": Tool(
-        get_projects, "List projects", "All projects with their branches: start here.", (),
-        (Param("name_filter", "text", "Part of a project or branch name. Default: all."),
-         Param("limit", "count", "Most projects, 0 = all. Default: what fits, with stats 10."),
-         Param("offset", "count", "Projects to skip. Default: 0.", 0), STATS)),
+        get_projects, "List projects", "All projects with their branches: start here.",
+        "", "name_filter limit offset stats", COUNTED),
     "get_snapshots": Tool(
         get_snapshots, "List snapshots",
-        "Snapshots of a branch, newest first, with markers counted.",
-        (PROJECT, BRANCH),
-        (Param("name_filter", "text", "Part or regex of the name. Default: all."),
-         Param("limit", "count", "Most snapshots, 0 = all. Default: what fits, with stats 10."),
-         Param("offset", "count", "Snapshots to skip. Default: 0.", 0), STATS)),
+        "Snapshots of a branch, newest first, with markers counted.", "project_id branch_id",
+        "name_filter limit offset stats",
+        {**COUNTED, "name_filter": "Part or regex of the name. Default: all."}),
     "get_project_stats": Tool(
         get_project_stats, "Snapshot statistics",
-        "Totals of a snapshot by severity, review status and checker.",
-        (PROJECT, BRANCH, SNAPSHOT)),
+        "Totals of a snapshot by severity, review status and checker.", WHERE),
     "get_markers": Tool(
-        get_markers, "List markers",
+        list_markers, "List markers",
         "Findings of a snapshot. A filter's values are alternatives; all filters apply.",
-        (PROJECT, BRANCH, SNAPSHOT), tuple(LISTING.values())),
+        WHERE, LISTING),
     "get_warnings": Tool(
-        get_warnings, "List full warnings",
-        "Like get_markers, with traces, code and history.",
-        (PROJECT, BRANCH, SNAPSHOT), tuple(WARNINGS.values())),
+        list_markers, "List full warnings", "Like get_markers, with traces, code and history.",
+        WHERE, f"{LISTING} source_lines",
+        {**ALIKE, "limit": "Most, 0 = all. Default: 30; with traces, code or history 8."}),
     "get_diff": Tool(
         get_diff, "Compare snapshots",
-        "Markers new, missing, modified or matched between two snapshots.",
-        (Param("base_snapshot_id", "text", "Older snapshot."),),
-        (Param("head_snapshot_id", "text",
-               "Newer snapshot. Default: base against the one before it."),
-         Param("level", "count", "0 counts, 1 ids, 2 markers. Default: 0, filtered 2.",
-               allowed=(0, 1, 2)),
-         Param("categories", "list", "Lists of markers. Default: all.", allowed=CATEGORIES),
-         *(ALIKE[name] for name in (*DIFF_FILTERS, "checker_info", "fields")),
-         Param("limit", "count", "Most of each, 0 = all. Default: 20."),
-         Param("offset", "count", "To skip of each. Default: 0.", 0),
-         *NAMING)),
+        "Markers new, missing, modified or matched between two snapshots.", "base_snapshot_id",
+        f"head_snapshot_id level categories {FILTERING} checker_info fields limit offset "
+        "project_id branch_id",
+        {**ALIKE, **NAMING, "limit": "Most of each, 0 = all. Default: 20."}),
     "get_advanced_file_preview": Tool(
         get_advanced_file_preview, "Show source code", "Lines of a source file in a snapshot.",
-        (SNAPSHOT, Param("file_path", "text", "Path exactly as in a marker's file.", split=False)),
-        (Param("line", "count", "Central line, from 1. Default: 1.", 1, least=1),
-         Param("before", "count", "Lines before it. Default: 0.", 0),
-         Param("after", "count", "Lines after it. Default: to the end."),
-         *NAMING)),
+        "snapshot_id file_path", "line before after project_id branch_id", NAMING),
     "get_project_groups": Tool(
         get_project_groups, "Find a project group", "A group of projects and the projects in it.",
-        (Param("name_or_id", "text", "Name or id of the group."),)),
+        "name_or_id"),
 }
 
 
@@ -2233,7 +2169,8 @@ def answer(call: Call, name: str, given: Mapping[str, Any]) -> tuple[str, bool]:
             raise ToolFailure("invalid_argument", f"there is no tool {shorten(name)!r} here",
                               "Call one of the allowed tools.", allowed=list(offered))
         tool = TOOLS[name]
-        args = read_arguments(tool.required, tool.optional, given, home(call.settings))
+        args = read_arguments(tool.parameters, tool.required.split(), given,
+                              home(call.settings))
         return encode(tool.run(call, args)), False
     except ToolFailure as failure:
         return failure.text(), True

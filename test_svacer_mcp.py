@@ -3474,8 +3474,8 @@ def test_check_shows_the_settings_and_where_they_are_from(
         f"URL         {fake.url}\n")
     env = {"HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": ""}  # the demo server is not asked
     _, out, _ = command("", "--check", "--env-file", os.devnull, **env)
-    assert (f"URL         {svacer_mcp.DEMO_URL} (SVACER_URL: not set, the public demo server is "
-            "used)\nconnection  FAILED") in out
+    assert (f"URL         {svacer_mcp.DEMO_URL} (the public demo server)\n"
+            "connection  FAILED") in out
 
 
 def test_what_takes_long_is_told(fake: FakeSvacer) -> None:
@@ -4027,6 +4027,21 @@ def test_who_waits_for_a_login_does_so_no_longer_than_its_own_time(faulty: FakeS
     assert asked(faulty).count(("login", 200)) == 1
 
 
+def test_a_call_can_be_broken_off_while_it_connects() -> None:
+    with socket.socket() as deaf, ExitStack() as stack:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        for _ in range(3):  # fills the queue, after which the kernel answers no more
+            line = stack.enter_context(socket.socket())
+            line.setblocking(False)
+            line.connect_ex(deaf.getsockname())
+        call, answer = started(in_process(f"http://127.0.0.1:{deaf.getsockname()[1]}"))
+        until(lambda: call.connections)
+        time.sleep(0.2)
+        call.abort()
+        assert answer()[0] < 2 and answer()[1] and not call.connections
+
+
 @pytest.mark.parametrize("where", ["name", "handshake", "answer"])
 def test_a_login_that_is_broken_off_holds_up_nobody(
         tmp_path: Path, monkeypatch: Patch, where: str) -> None:
@@ -4248,8 +4263,8 @@ def test_an_intermediate_authority_will_do(tmp_path: Path, monkeypatch: Patch) -
     """Its certificate is not signed by itself, and has no extensions that a strict check wants."""
     create = ssl.create_default_context
 
-    def as_in_313() -> ssl.SSLContext:
-        context = create()
+    def as_in_313(**options: Any) -> ssl.SSLContext:
+        context = create(**options)
         context.verify_flags |= ssl.VERIFY_X509_STRICT
         return context
 
@@ -4952,7 +4967,7 @@ def test_how_connections_are_kept(monkeypatch: Patch, fake: FakeSvacer) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     svacer = in_process(fake, SVACER_TRANSPORT="http", SVACER_MCP_TOKEN="x",
                         SVACER_HTTP_PORT=free_port())
-    assert svacer_mcp.serve_http(svacer) == 0
+    assert anyio.run(svacer_mcp.serve_http, svacer) == 0
     gc.unfreeze()
     assert seen[0] >= 75 and all(seen)
 
@@ -5780,6 +5795,8 @@ SENT_AGAIN: list[tuple[str, str, dict[str, Any], int, bool]] = [
     ("get_projects", "login$", {"refuse": True}, 2, False),
     ("get_project_groups", "groups$", {"raw": b"H"}, 1, False),
     ("get_project_groups", "groups$", {"raw": b"HTTP/1.1 200 OK\r\n"}, 1, False),
+    ("get_project_groups", "containers$", {"raw": b"HTTP/1.1 2", "rst": True}, 1, False),
+    ("get_projects", "login$", {"raw": b"H", "rst": True}, 1, False),
     ("get_project_groups", "groups$", {"cut": 0}, 1, False),
     ("get_project_groups", "groups$", {"cut": 20}, 1, False),
     ("get_project_groups", "groups$", {"cut": 20, "chunked": True}, 1, False),
